@@ -25,7 +25,7 @@ from fedlightning.algorithm import (
     requires,
 )
 from fedlightning.callbacks.shared.server_models import reported_module, send_reported
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, make_init
 from fedlightning.tensors import has_mean, narrow, widen
 
 ONE_MODEL = Need(
@@ -34,6 +34,7 @@ ONE_MODEL = Need(
 )
 
 
+@make_init
 class AFL(ServerModels):
     r"""Agnostic federated learning: the model that is best for the worst mixture of the clients.
 
@@ -81,15 +82,9 @@ class AFL(ServerModels):
         newcomers=Newcomers(join=True),
     )
 
-    def __init__(
-        self,
-        gamma: Annotated[float, Range("[0, inf)", "0 keeps the first shares.")] = 0.1,
-        start: Literal["uniform", "samples"] = "uniform",
-        report: Literal["mean", "last"] = "mean",
-    ) -> None:
-        self.gamma = gamma
-        self.start = start
-        self.report = report
+    gamma: Annotated[float, Range("[0, inf)", "0 keeps the first shares.")] = 0.1
+    start: Literal["uniform", "samples"] = "uniform"
+    report: Literal["mean", "last"] = "mean"
 
     def claims(self, role: str) -> bool:
         """Decline what is about the mean of the models where the last one is reported."""

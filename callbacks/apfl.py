@@ -26,7 +26,7 @@ from fedlightning.algorithm import (
     probes,
 )
 from fedlightning.callbacks.shared.second_model import SecondModel, refuse_closures
-from fedlightning.ranges import Instance, NonNegativeFloat, Share, needs
+from fedlightning.ranges import Instance, NonNegativeFloat, Share, make_init, needs
 from fedlightning.tensors import clone, entry_kinds, interpolate, load_state, module_state, widen
 from fedlightning.wrappers import mix_logits, personal_gradients, uses_forward
 from fedlightning.wrappers.follow import follow
@@ -179,6 +179,8 @@ class LogitMixture(ParameterMixture):
         return mix_logits(module, self.twin, self.alpha)
 
 
+@needs("personal_model", "mix", value="logits", why="parameters of two models do not mix. Set mix='logits'.")
+@make_init
 class APFL(Stackable):
     r"""Adaptive personalized federated learning: each client deploys a mixture of a local and the global model.
 
@@ -223,24 +225,13 @@ class APFL(Stackable):
 
     facts = Facts([Change.BESIDE], [Need("trains two models in one fit", ("local_phases",))], keeps=True)
 
-    @needs("personal_model", "mix", value="logits", why="parameters of two models do not mix. Set mix='logits'.")
-    def __init__(
-        self,
-        alpha: Share = 0.5,
-        adaptive: bool = True,
-        alpha_lr: NonNegativeFloat | None = None,
-        alpha_decay: NonNegativeFloat = 0.0,
-        mix: Literal["params", "logits"] = "params",
-        personal_model: Annotated[LightningModule, Instance("It says how v trains.")] | None = None,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.alpha = alpha
-        self.adaptive = adaptive
-        self.alpha_lr = alpha_lr
-        self.alpha_decay = alpha_decay
-        self.mix = mix
-        self.personal_model = personal_model
-        self.weighting = weighting
+    alpha: Share = 0.5
+    adaptive: bool = True
+    alpha_lr: NonNegativeFloat | None = None
+    alpha_decay: NonNegativeFloat = 0.0
+    mix: Literal["params", "logits"] = "params"
+    personal_model: Annotated[LightningModule, Instance("It says how v trains.")] | None = None
+    weighting: WeightingName | None = None
 
     def check(self, setup: Setup) -> None:
         """Refuse manual optimization, visits in several phases, and logit mixing where the step skips `forward`."""

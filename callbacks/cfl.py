@@ -31,10 +31,8 @@ from fedlightning.algorithm import (
     requires,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
-from fedlightning.callbacks.shared.server_models import (
-    NO_SERVER_STEP,
-)
-from fedlightning.ranges import ClientCount, Counts, NonNegativeFloat, Range, ShareBelowOne
+from fedlightning.callbacks.shared.server_models import NO_SERVER_STEP
+from fedlightning.ranges import ClientCount, Counts, NonNegativeFloat, Range, ShareBelowOne, make_init
 from fedlightning.tensors import WeightedMean, select, subtract, ties, to_row
 
 SPLITS = Need(
@@ -44,6 +42,7 @@ SPLITS = Need(
 )
 
 
+@make_init
 class CFL(Clusters):
     r"""Clustered federated learning: a cluster whose clients pull apart when it has stopped to move is split in two.
 
@@ -102,18 +101,13 @@ class CFL(Clusters):
             newcomers=Newcomers(no_model=why, place=self._place),
         )
 
-    def __init__(
-        self,
-        eps1: NonNegativeFloat = 0.8,
-        eps2: NonNegativeFloat = 0.6,
-        relative: bool = True,
-        gap: ShareBelowOne = 0.6,
-        start_round: Annotated[int, Range("[1, inf)"), Counts("rounds")] = 2,
-        min_size: ClientCount = 2,
-        weighting: WeightingName | None = "uniform",
-    ) -> None:
-        self.eps1, self.eps2, self.relative, self.gap = eps1, eps2, relative, gap
-        self.start_round, self.min_size, self.weighting = start_round, min_size, weighting
+    eps1: NonNegativeFloat = 0.8
+    eps2: NonNegativeFloat = 0.6
+    relative: bool = True
+    gap: ShareBelowOne = 0.6
+    start_round: Annotated[int, Range("[1, inf)"), Counts("rounds")] = 2
+    min_size: ClientCount = 2
+    weighting: WeightingName | None = "uniform"
 
     # -- server --------------------------------------------------------------------------------------------------------
     def cluster_of(self, server: Server, client: str) -> str:

@@ -25,7 +25,7 @@ from fedlightning.algorithm import (
     requires,
     warn,
 )
-from fedlightning.ranges import NonNegativeInt, PositiveInt
+from fedlightning.ranges import NonNegativeInt, PositiveInt, make_init
 from fedlightning.tensors import clone, module_state, ties
 
 DEFAULT = "val_loss"
@@ -34,6 +34,7 @@ MORE_IS_BETTER = frozenset({"accuracy", "acc", "auroc", "auc", "f1"})
 """Words of metrics whose lowest value nobody looks for: `mode="min"` with one of these is an oversight."""
 
 
+@make_init
 class LocalCheckpoint(ModelSelection):
     """Selection of each client's best model on its own validation split ("best_local").
 
@@ -68,19 +69,11 @@ class LocalCheckpoint(ModelSelection):
         """Each client's best model is kept, by every client's scores."""
         return super().facts.extend(changes={Change.LOCAL_SELECTION}, needs=[facts.EVERY_SCORE], requires=TO_SELECT)
 
-    def __init__(
-        self,
-        monitor: str = "val_loss",
-        mode: Literal["min", "max"] = "min",
-        stage: Literal["L1", "L2"] = "L1",
-        smooth: PositiveInt = 5,
-        min_samples: NonNegativeInt = 10,
-    ) -> None:
-        self.monitor = monitor
-        self.mode = mode
-        self.stage = stage
-        self.smooth = smooth
-        self.min_samples = min_samples
+    monitor: str = "val_loss"
+    mode: Literal["min", "max"] = "min"
+    stage: Literal["L1", "L2"] = "L1"
+    smooth: PositiveInt = 5
+    min_samples: NonNegativeInt = 10
 
     def check(self, setup: Setup) -> None:
         """Warn where there is too little for a mean."""
@@ -117,6 +110,7 @@ class LocalCheckpoint(ModelSelection):
             client.checkpoints[self.key] = {**before, "recent": recent}
 
 
+@make_init
 class GlobalCheckpoint(ModelSelection):
     """Selection of the global model whose mean validation score over the clients is best ("best_global").
 
@@ -154,17 +148,10 @@ class GlobalCheckpoint(ModelSelection):
             newcomers=Newcomers(join=self._select_anew),
         )
 
-    def __init__(
-        self,
-        monitor: str = "val_loss",
-        mode: Literal["min", "max"] = "min",
-        stage: Literal["G", "L2"] = "G",
-        mean: Literal["train", "val", "uniform"] = "train",
-    ) -> None:
-        self.monitor = monitor
-        self.mode = mode
-        self.stage = stage
-        self.mean = mean
+    monitor: str = "val_loss"
+    mode: Literal["min", "max"] = "min"
+    stage: Literal["G", "L2"] = "G"
+    mean: Literal["train", "val", "uniform"] = "train"
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse methods without a global model.

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import NEWCOMER, Change, Client, Phase, probes, requires, warn
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd
-from fedlightning.ranges import Length, PositiveFloat, PositiveInt, Share
+from fedlightning.ranges import Length, PositiveFloat, PositiveInt, Share, make_init
 
 PHASE = "adapt"
 """Phase of whose batches every share sees the same again; that of :class:`LocalAdaptation`."""
 
 
+@make_init
 class Dapper(AdaptsAtEnd):
     r"""Data interpolation: every client fine-tunes the global model on its own data and on public data.
 
@@ -74,24 +75,11 @@ class Dapper(AdaptsAtEnd):
     )
     part, head, num_layers = "all", None, 1
 
-    def __init__(
-        self,
-        grid: Annotated[Sequence[Share], Length(different=True, note="Shares of the own data.")] = (
-            0.25,
-            0.5,
-            0.75,
-            1.0,
-        ),
-        ratio: PositiveFloat = 1.0,
-        epochs: PositiveInt = 1,
-        lr_factor: PositiveFloat = 1.0,
-        choose_on: Literal["val", "train"] = "val",
-    ) -> None:
-        self.grid = grid
-        self.ratio = ratio
-        self.epochs = epochs
-        self.lr_factor = lr_factor
-        self.choose_on = choose_on
+    grid: Annotated[Sequence[Share], Length(different=True, note="Shares of the own data.")] = (0.25, 0.5, 0.75, 1.0)
+    ratio: PositiveFloat = 1.0
+    epochs: PositiveInt = 1
+    lr_factor: PositiveFloat = 1.0
+    choose_on: Literal["val", "train"] = "val"
 
     @property
     def mixes(self) -> bool:

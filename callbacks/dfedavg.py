@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Annotated
 
 from fedlightning.callbacks.shared.gossip import Gossip, of_a_random_graph
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, make_init
 from fedlightning.topology import MixingWeights, Topology
 
 
+@of_a_random_graph
+@make_init
 class DFedAvg(Gossip):
     """Decentralised federated averaging: clients train, then each averages its model with its neighbours'. No server.
 
@@ -52,17 +54,8 @@ class DFedAvg(Gossip):
         tensor([0.3333, 0.6667, 0.0000], dtype=torch.float64)
     """
 
-    @of_a_random_graph
-    def __init__(
-        self,
-        topology: Topology = "ring",
-        weights: MixingWeights = "metropolis",
-        edge_probability: float = 0.5,
-        graph_seed: int = 0,
-        mixings: Annotated[int, Range("[1, inf)", "Use Local for none.")] = 1,
-    ) -> None:
-        self.topology = topology
-        self.weights = weights
-        self.edge_probability = edge_probability
-        self.graph_seed = graph_seed
-        self.mixings = mixings
+    topology: Topology = "ring"
+    weights: MixingWeights = "metropolis"
+    edge_probability: float = 0.5
+    graph_seed: int = 0
+    mixings: Annotated[int, Range("[1, inf)", "Use Local for none.")] = 1

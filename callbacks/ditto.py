@@ -9,10 +9,11 @@ from torch import Tensor
 
 from fedlightning.algorithm import Client, GradientContext, Phase, WeightingName, requires
 from fedlightning.callbacks.own_models import KeepsModel
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, make_init
 from fedlightning.tensors import clone, module_state
 
 
+@make_init
 class Ditto(KeepsModel):
     """A personal model beside the global one, held near it by a proximal term.
 
@@ -58,15 +59,9 @@ class Ditto(KeepsModel):
 
     facts = KeepsModel.facts.extend(requires=[requires.NoOvershoot("pulls by lr * lam", of="lam", warns=True)])
 
-    def __init__(
-        self,
-        lam: Annotated[float, Range("[0, inf)", "0 is training alone.")] = 1.0,
-        work: Annotated[int, Range("[0, inf)", "None: as much as the global model.")] | None = None,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.lam = lam
-        self.work = work
-        self.weighting = weighting
+    lam: Annotated[float, Range("[0, inf)", "0 is training alone.")] = 1.0
+    work: Annotated[int, Range("[0, inf)", "None: as much as the global model.")] | None = None
+    weighting: WeightingName | None = None
 
     def local_phases(self, client: Client) -> Iterable[Phase]:
         """Train ``w_i`` as without Ditto, then ``v_i`` on the same batches."""

@@ -11,26 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from fedlightning.algorithm import (
-    GLOBAL,
-    Client,
-    Extra,
-    Job,
-    Message,
-    Phase,
-    Plan,
-    Server,
-    ServerModels,
-    Update,
-    Wire,
-)
-from fedlightning.callbacks.shared.distillation import (
-    NoSinglePublicSample,
-    PublicLogits,
-    SharesPublicRows,
-    logits_of,
-)
-from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from fedlightning.algorithm import GLOBAL, Client, Extra, Job, Message, Phase, Plan, Server, ServerModels, Update, Wire
+from fedlightning.callbacks.shared.distillation import NoSinglePublicSample, PublicLogits, SharesPublicRows, logits_of
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_init
 from fedlightning.tensors import clone, module_state
 
 PREDICT, DISTIL = "predict", "distil"
@@ -47,6 +30,7 @@ def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
     return (probabilities.double() / temperature).softmax(1).to(probabilities.dtype)
 
 
+@make_init
 class DSFL(SharesPublicRows, ServerModels):
     """Probabilities on unlabelled public data travel, models do not: clients and a server's model learn their sharpened mean.
 
@@ -99,25 +83,14 @@ class DSFL(SharesPublicRows, ServerModels):
         ]
     )
 
-    def __init__(
-        self,
-        public_samples: PositiveInt = 1000,
-        temperature: PositiveFloat = 0.1,
-        aggregation: Literal["era", "mean"] = "era",
-        distil_epochs: NonNegativeInt = 5,
-        distil_batch_size: PositiveInt | None = 50,
-        distil_lr_factor: NonNegativeFloat = 1.0,
-        server_lr: PositiveFloat = 0.1,
-        weighting: Literal["uniform", "samples"] = "uniform",
-    ) -> None:
-        self.public_samples = public_samples
-        self.temperature = temperature
-        self.aggregation = aggregation
-        self.distil_epochs = distil_epochs
-        self.distil_batch_size = distil_batch_size
-        self.distil_lr_factor = distil_lr_factor
-        self.server_lr = server_lr
-        self.weighting = weighting
+    public_samples: PositiveInt = 1000
+    temperature: PositiveFloat = 0.1
+    aggregation: Literal["era", "mean"] = "era"
+    distil_epochs: NonNegativeInt = 5
+    distil_batch_size: PositiveInt | None = 50
+    distil_lr_factor: NonNegativeFloat = 1.0
+    server_lr: PositiveFloat = 0.1
+    weighting: Literal["uniform", "samples"] = "uniform"
 
     def predict(self, module: LightningModule, batch: Any) -> Tensor:
         """Return probabilities."""

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from fedlightning.algorithm import Facts, Server, State, requires
 from fedlightning.callbacks.shared.gossip import Gossip, mixed, of_a_random_graph
+from fedlightning.ranges import make_init
 from fedlightning.topology import MixingWeights, Topology
 
 
+@of_a_random_graph
+@make_init
 class DSGD(Gossip):
     """Decentralised SGD: in every round each client takes one step and averages its model with its neighbours'. No server.
 
@@ -47,20 +50,11 @@ class DSGD(Gossip):
         ['b', 'd']
     """
 
-    @of_a_random_graph
-    def __init__(
-        self,
-        topology: Topology = "ring",
-        weights: MixingWeights = "metropolis",
-        edge_probability: float = 0.5,
-        graph_seed: int = 0,
-        adapt_then_combine: bool = False,
-    ) -> None:
-        self.topology = topology
-        self.weights = weights
-        self.edge_probability = edge_probability
-        self.graph_seed = graph_seed
-        self.adapt_then_combine = adapt_then_combine
+    topology: Topology = "ring"
+    weights: MixingWeights = "metropolis"
+    edge_probability: float = 0.5
+    graph_seed: int = 0
+    adapt_then_combine: bool = False
 
     @property
     def facts(self) -> Facts:

@@ -9,17 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.algorithm import (
-    Client,
-    Extra,
-    Job,
-    Message,
-    Phase,
-    Plan,
-    Server,
-    Update,
-    Wire,
-)
+from fedlightning.algorithm import Client, Extra, Job, Message, Phase, Plan, Server, Update, Wire
 from fedlightning.callbacks.shared.distillation import (
     NoSinglePublicSample,
     OwnLogits,
@@ -30,7 +20,7 @@ from fedlightning.callbacks.shared.distillation import (
     logits_of,
 )
 from fedlightning.callbacks.shared.representations import head_path
-from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, make_init
 from fedlightning.wrappers import FeatureTap
 
 PREDICT, PRETRAIN, COLLABORATE = "predict", "pretrain", "collaborate"
@@ -38,6 +28,7 @@ SMALLEST = 1e-12
 """Variance below which a class's logits count as equal: its correlations are 0 then, and no gradient flows."""
 
 
+@make_init
 class FCCL(SharesPublicRows):
     """Logits on public data are made to correlate with the mean of all clients; own old models teach in local training.
 
@@ -94,29 +85,16 @@ class FCCL(SharesPublicRows):
         ]
     )
 
-    def __init__(
-        self,
-        public_samples: PositiveInt = 5000,
-        public_batch_size: Annotated[int, Range("[2, inf)")] | None = 256,
-        collaborate_epochs: NonNegativeInt = 1,
-        collaborate_lr_factor: NonNegativeFloat = 0.1,
-        off_diagonal: NonNegativeFloat = 0.0051,
-        pretrain_epochs: NonNegativeInt = 20,
-        inter: NonNegativeFloat = 1.0,
-        intra: NonNegativeFloat = 1.0,
-        unbiased: bool = False,
-        head: str | list[str] | None = None,
-    ) -> None:
-        self.public_samples = public_samples
-        self.public_batch_size = public_batch_size
-        self.collaborate_epochs = collaborate_epochs
-        self.collaborate_lr_factor = collaborate_lr_factor
-        self.off_diagonal = off_diagonal
-        self.pretrain_epochs = pretrain_epochs
-        self.inter = inter
-        self.intra = intra
-        self.unbiased = unbiased
-        self.head = head
+    public_samples: PositiveInt = 5000
+    public_batch_size: Annotated[int, Range("[2, inf)")] | None = 256
+    collaborate_epochs: NonNegativeInt = 1
+    collaborate_lr_factor: NonNegativeFloat = 0.1
+    off_diagonal: NonNegativeFloat = 0.0051
+    pretrain_epochs: NonNegativeInt = 20
+    inter: NonNegativeFloat = 1.0
+    intra: NonNegativeFloat = 1.0
+    unbiased: bool = False
+    head: str | list[str] | None = None
 
     def claims(self, role: str) -> bool:
         """Decline the loss term where no teacher has a weight."""

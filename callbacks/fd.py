@@ -10,17 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import (
-    Client,
-    Extra,
-    Job,
-    Message,
-    Plan,
-    Server,
-    Setup,
-    Update,
-    Wire,
-)
+from fedlightning.algorithm import Client, Extra, Job, Message, Plan, Server, Setup, Update, Wire
 from fedlightning.callbacks.shared.distillation import both_classes
 from fedlightning.callbacks.shared.prototypes import refuse_unprotected
 from fedlightning.callbacks.shared.representations import (
@@ -32,10 +22,11 @@ from fedlightning.callbacks.shared.representations import (
     refuse_logits,
 )
 from fedlightning.callbacks.shared.server_models import SharesPredictions
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, make_init
 from fedlightning.wrappers import FeatureTap
 
 
+@make_init
 class FD(SharesPredictions):
     """Mean predictions per class travel, models do not: a client learns from what the others predict for a label.
 
@@ -80,21 +71,12 @@ class FD(SharesPredictions):
 
     facts = SharesPredictions.facts.extend(by_record=True)
 
-    def __init__(
-        self,
-        gamma: Annotated[float, Range("[0, inf)", "0 is local training.")] = 0.1,
-        loo: bool = True,
-        exchange: Literal["probabilities", "logits"] = "probabilities",
-        output_pass: Literal["during", "after"] = "during",
-        head: str | list[str] | None = None,
-        weighting: Literal["uniform", "samples"] = "uniform",
-    ) -> None:
-        self.gamma = gamma
-        self.loo = loo
-        self.exchange = exchange
-        self.output_pass = output_pass
-        self.head = head
-        self.weighting = weighting
+    gamma: Annotated[float, Range("[0, inf)", "0 is local training.")] = 0.1
+    loo: bool = True
+    exchange: Literal["probabilities", "logits"] = "probabilities"
+    output_pass: Literal["during", "after"] = "during"
+    head: str | list[str] | None = None
+    weighting: Literal["uniform", "samples"] = "uniform"
 
     def claims(self, role: str) -> bool:
         """Decline the loss term where it is 0 and no step's outputs are needed."""

@@ -25,10 +25,11 @@ from fedlightning.algorithm import (
     warn,
 )
 from fedlightning.layers import head_names
-from fedlightning.ranges import NonNegativeFloat, PositiveInt, PositiveShare, Range, Share
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, PositiveShare, Range, Share, make_init
 from fedlightning.tensors import as_reals, clone, equal, load_state, module_state, narrow, select
 
 
+@make_init
 class FedALA(FederatedCallback):
     """Adaptive local aggregation: clients learn, element by element, how much of the global head they take.
 
@@ -81,21 +82,12 @@ class FedALA(FederatedCallback):
         ],
     )
 
-    def __init__(
-        self,
-        num_layers: Annotated[int, Range("[1, inf)", "FedAvg() merges none.")] = 1,
-        fraction: PositiveShare = 0.8,
-        weight_lr: NonNegativeFloat = 1.0,
-        start: Share = 1.0,
-        max_passes: PositiveInt = 50,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.num_layers = num_layers
-        self.fraction = fraction
-        self.weight_lr = weight_lr
-        self.start = start
-        self.max_passes = max_passes
-        self.weighting = weighting
+    num_layers: Annotated[int, Range("[1, inf)", "FedAvg() merges none.")] = 1
+    fraction: PositiveShare = 0.8
+    weight_lr: NonNegativeFloat = 1.0
+    start: Share = 1.0
+    max_passes: PositiveInt = 50
+    weighting: WeightingName | None = None
 
     def check(self, setup: Setup) -> None:
         """Refuse more layers than there are, and top layers without a trainable parameter.

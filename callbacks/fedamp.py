@@ -27,12 +27,8 @@ from fedlightning.algorithm import (
     Wire,
     requires,
 )
-from fedlightning.callbacks.shared.server_models import (
-    KeepsClientModels,
-    combine,
-    parameter_names,
-)
-from fedlightning.ranges import PositiveFloat, Range
+from fedlightning.callbacks.shared.server_models import KeepsClientModels, combine, parameter_names
+from fedlightning.ranges import PositiveFloat, Range, make_init
 from fedlightning.tensors import clone, distance, load_state, module_state, select
 
 PAPER_ALPHA = 1e4
@@ -49,6 +45,7 @@ ALIKE = requires.Advice(
 )
 
 
+@make_init
 class FedAMP(KeepsClientModels):
     """Attentive message passing: each client is pulled to its own mixture of all models, most to those like its own.
 
@@ -111,19 +108,11 @@ class FedAMP(KeepsClientModels):
         {'a': 0.74, 'b': 0.26, 'c': 0.0}
     """
 
-    def __init__(
-        self,
-        lam: Annotated[float, Range("[0, inf)", "0 is no pull.")] = 1.0,
-        alpha: PositiveFloat | None = None,
-        sigma: PositiveFloat | None = None,
-        alpha_decay: Annotated[float, Range("(0, 1]", "alpha must not grow.")] = 1.0,
-        start: Literal["cloud", "own"] = "cloud",
-    ) -> None:
-        self.lam = lam
-        self.alpha = alpha
-        self.sigma = sigma
-        self.alpha_decay = alpha_decay
-        self.start = start
+    lam: Annotated[float, Range("[0, inf)", "0 is no pull.")] = 1.0
+    alpha: PositiveFloat | None = None
+    sigma: PositiveFloat | None = None
+    alpha_decay: Annotated[float, Range("(0, 1]", "alpha must not grow.")] = 1.0
+    start: Literal["cloud", "own"] = "cloud"
 
     @property
     def facts(self) -> Facts:

@@ -6,10 +6,11 @@ from typing import Annotated
 
 from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Server, State, WeightingName
 from fedlightning.callbacks.shared.steps import memory, remember
-from fedlightning.ranges import PositiveFloat, Range
+from fedlightning.ranges import PositiveFloat, Range, make_init
 from fedlightning.tensors import narrow, widen
 
 
+@make_init
 class FedAvgM(FederatedCallback):
     """FedAvg with momentum on the server.
 
@@ -55,15 +56,9 @@ class FedAvgM(FederatedCallback):
         mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True)
     )  # a step of the server is a step, whoever's changes it takes
 
-    def __init__(
-        self,
-        beta: Annotated[float, Range("[0, 1)", "0 is FedAvg.")] = 0.9,
-        server_lr: PositiveFloat = 1.0,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.beta = beta
-        self.server_lr = server_lr
-        self.weighting = weighting
+    beta: Annotated[float, Range("[0, 1)", "0 is FedAvg.")] = 0.9
+    server_lr: PositiveFloat = 1.0
+    weighting: WeightingName | None = None
 
     def claims(self, role: str) -> bool:
         """Decline the server step where ``beta = 0, eta_s = 1``, which is FedAvg."""

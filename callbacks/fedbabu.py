@@ -10,9 +10,11 @@ from torch import nn
 from fedlightning.algorithm import Client, Phase, Server, ServerModels, WeightingName, requires
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd, Part
 from fedlightning.callbacks.partial import Body, other_names, part_names
-from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, at_most_one
+from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, at_most_one, make_init
 
 
+@at_most_one("head", "num_layers", why="it counts the layers where none are named. Use one of them.")
+@make_init
 class FedBABU(AdaptsAtEnd, ServerModels):
     """Body aggregation and body update: only the body trains, under a fixed random head; fine-tuning comes last.
 
@@ -58,18 +60,12 @@ class FedBABU(AdaptsAtEnd, ServerModels):
         ]
     )
 
-    @at_most_one("head", "num_layers", why="it counts the layers where none are named. Use one of them.")
-    def __init__(
-        self,
-        head: str | list[str] | None = None,
-        num_layers: PositiveInt = 1,
-        epochs: NonNegativeInt = 20,
-        part: Part = "all",
-        lr_factor: PositiveFloat = 0.01,
-        weighting: WeightingName | None = "uniform",
-    ) -> None:
-        self.epochs, self.part, self.head, self.num_layers, self.lr_factor = epochs, part, head, num_layers, lr_factor
-        self.weighting = weighting
+    head: str | list[str] | None = None
+    num_layers: PositiveInt = 1
+    epochs: NonNegativeInt = 20
+    part: Part = "all"
+    lr_factor: PositiveFloat = 0.01
+    weighting: WeightingName | None = "uniform"
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
         """Return the names of the body."""

@@ -17,10 +17,13 @@ from torch.optim.swa_utils import update_bn
 from fedlightning.algorithm import Server, State, WeightingName, isolated
 from fedlightning.callbacks.shared.distillation import inputs_of
 from fedlightning.callbacks.shared.fusion import EnsembleFusion, Member
-from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, idle_with, needs
+from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, idle_with, make_init, needs
 from fedlightning.tensors import WeightedMean, narrow, widen
 
 
+@idle_with("swa_start", "swa_every", 0, "nothing is averaged. Leave it out, or set swa_every.")
+@needs("alpha", "distribution", value="dirichlet", why="a Gaussian has no concentration. Leave it out.")
+@make_init
 class FedBE(EnsembleFusion):
     """FedAvg; then clients, their mean and models sampled around it teach the mean, by stochastic weight averaging.
 
@@ -72,35 +75,18 @@ class FedBE(EnsembleFusion):
 
     validation = 0.0
 
-    @idle_with("swa_start", "swa_every", 0, "nothing is averaged. Leave it out, or set swa_every.")
-    @needs("alpha", "distribution", value="dirichlet", why="a Gaussian has no concentration. Leave it out.")
-    def __init__(
-        self,
-        distribution: Literal["gaussian", "dirichlet"] = "gaussian",
-        samples: NonNegativeInt = 10,
-        alpha: PositiveFloat = 1.0,
-        epochs: NonNegativeInt = 20,
-        lr: PositiveFloat = 1e-3,
-        batch_size: PositiveInt = 128,
-        swa_start: Annotated[float, Range("[0, 1)", "A share of the steps.")] = 0.25,
-        swa_every: NonNegativeInt = 25,
-        combine: Literal["logits", "probabilities"] = "probabilities",
-        temperature: PositiveFloat = 1.0,
-        update_statistics: bool = True,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.distribution = distribution
-        self.samples = samples
-        self.alpha = alpha
-        self.epochs = epochs
-        self.lr = lr
-        self.batch_size = batch_size
-        self.swa_start = swa_start
-        self.swa_every = swa_every
-        self.combine = combine
-        self.temperature = temperature
-        self.update_statistics = update_statistics
-        self.weighting = weighting
+    distribution: Literal["gaussian", "dirichlet"] = "gaussian"
+    samples: NonNegativeInt = 10
+    alpha: PositiveFloat = 1.0
+    epochs: NonNegativeInt = 20
+    lr: PositiveFloat = 1e-3
+    batch_size: PositiveInt = 128
+    swa_start: Annotated[float, Range("[0, 1)", "A share of the steps.")] = 0.25
+    swa_every: NonNegativeInt = 25
+    combine: Literal["logits", "probabilities"] = "probabilities"
+    temperature: PositiveFloat = 1.0
+    update_statistics: bool = True
+    weighting: WeightingName | None = None
 
     @property
     def distils(self) -> bool:

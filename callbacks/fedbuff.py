@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.algorithm import (
-    Arrivals,
-    AsynchronousMethod,
-    Facts,
-    Newcomers,
-    Server,
-    State,
-    Update,
-    requires,
-)
+from fedlightning.algorithm import Arrivals, AsynchronousMethod, Facts, Newcomers, Server, State, Update, requires
 from fedlightning.callbacks.fedasync import DecayRate, MaxStaleness, StalenessName, staleness_weight
 from fedlightning.ranges import PositiveFloat, PositiveInt, needs
 from fedlightning.tensors import narrow, widen

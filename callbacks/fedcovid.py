@@ -33,6 +33,7 @@ from fedlightning.ranges import (
     PositiveShare,
     Range,
     RoundCountOrShare,
+    make_init,
 )
 from fedlightning.tensors import as_reals
 from fedlightning.wrappers import FeatureTap
@@ -40,6 +41,7 @@ from fedlightning.wrappers import FeatureTap
 LARGE, SMALL = "large", "small"
 
 
+@make_init
 class FedCovid(FederatedCallback):
     r"""Large hospitals train first, then all of them, with a loss for rare positives and log weights.
 
@@ -90,30 +92,23 @@ class FedCovid(FederatedCallback):
         tensor(0.)
     """
 
-    def __init__(
-        self,
-        lam_c: NonNegativeFloat = 1.0,
-        lam_m: NonNegativeFloat = 1.0,
-        lam_w: NonNegativeFloat = 1.0,
-        positive: Annotated[int, Range("[0, inf)", "The number of a class.")] = 1,
-        copies: PositiveInt = 4,
-        noise: NonNegativeFloat = 0.2,
-        margin: NonNegativeFloat = 0.2,
-        mining: Literal["random", "semi-hard"] = "random",
-        warmup: RoundCountOrShare = 0.5,
-        large: Annotated[int, Range("[1, inf)", strict=True), Counts("clients")]
-        | Annotated[float, Range("(0, 1]", "One client at least is large; use warmup=0 for no order.")] = 0.5,
-        small_work: PositiveShare = 0.5,
-        small_lr: PositiveFloat = 0.2,
-        head: str | list[str] | None = None,
-        weighting: WeightingName | None = "log",
-    ) -> None:
-        self.lam_c, self.lam_m, self.lam_w = lam_c, lam_m, lam_w
-        self.positive, self.copies, self.noise = positive, copies, noise
-        self.margin, self.mining = margin, mining
-        self.warmup, self.large = warmup, large
-        self.small_work, self.small_lr = small_work, small_lr
-        self.head, self.weighting = head, weighting
+    lam_c: NonNegativeFloat = 1.0
+    lam_m: NonNegativeFloat = 1.0
+    lam_w: NonNegativeFloat = 1.0
+    positive: Annotated[int, Range("[0, inf)", "The number of a class.")] = 1
+    copies: PositiveInt = 4
+    noise: NonNegativeFloat = 0.2
+    margin: NonNegativeFloat = 0.2
+    mining: Literal["random", "semi-hard"] = "random"
+    warmup: RoundCountOrShare = 0.5
+    large: (
+        Annotated[int, Range("[1, inf)", strict=True), Counts("clients")]
+        | Annotated[float, Range("(0, 1]", "One client at least is large; use warmup=0 for no order.")]
+    ) = 0.5
+    small_work: PositiveShare = 0.5
+    small_lr: PositiveFloat = 0.2
+    head: str | list[str] | None = None
+    weighting: WeightingName | None = "log"
 
     def claims(self, role: str) -> bool:
         """Decline what the arguments leave out."""

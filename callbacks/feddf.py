@@ -11,9 +11,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from fedlightning.algorithm import Server, WeightingName
 from fedlightning.callbacks.shared.fusion import EnsembleFusion, Member
-from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, needs
+from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, make_init, needs
 
 
+@needs("patience", "validation", why="nothing tells which model is better. Set validation=0.2, or leave it out.")
+@needs("drop_worst", "validation", why="it judges by labelled public data. Set validation=0.2.")
+@make_init
 class FedDF(EnsembleFusion):
     """FedAvg among the clients of each architecture; then all returned models together teach each of these means.
 
@@ -57,35 +60,18 @@ class FedDF(EnsembleFusion):
         FedDF(steps=200, lr=0.001, batch_size=128, combine='logits', ...)
     """
 
-    @needs("patience", "validation", why="nothing tells which model is better. Set validation=0.2, or leave it out.")
-    @needs("drop_worst", "validation", why="it judges by labelled public data. Set validation=0.2.")
-    def __init__(
-        self,
-        steps: NonNegativeInt = 1000,
-        lr: PositiveFloat = 1e-3,
-        batch_size: PositiveInt = 128,
-        combine: Literal["logits", "probabilities"] = "logits",
-        temperature: PositiveFloat = 1.0,
-        cosine: bool = True,
-        gradient_clip_val: PositiveFloat | None = 5.0,
-        validation: Annotated[float, Range("[0, 1)", "A share of the public data.")] = 0.0,
-        patience: PositiveInt = 1000,
-        drop_worst: bool = False,
-        update_statistics: bool = True,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.steps = steps
-        self.lr = lr
-        self.batch_size = batch_size
-        self.combine = combine
-        self.temperature = temperature
-        self.cosine = cosine
-        self.gradient_clip_val = gradient_clip_val
-        self.validation = validation
-        self.patience = patience
-        self.drop_worst = drop_worst
-        self.update_statistics = update_statistics
-        self.weighting = weighting
+    steps: NonNegativeInt = 1000
+    lr: PositiveFloat = 1e-3
+    batch_size: PositiveInt = 128
+    combine: Literal["logits", "probabilities"] = "logits"
+    temperature: PositiveFloat = 1.0
+    cosine: bool = True
+    gradient_clip_val: PositiveFloat | None = 5.0
+    validation: Annotated[float, Range("[0, 1)", "A share of the public data.")] = 0.0
+    patience: PositiveInt = 1000
+    drop_worst: bool = False
+    update_statistics: bool = True
+    weighting: WeightingName | None = None
 
     @property
     def distils(self) -> bool:

@@ -25,7 +25,7 @@ from fedlightning.algorithm import (
     requires,
 )
 from fedlightning.callbacks.shared.server_models import reported_module, send_reported
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, make_init
 from fedlightning.tensors import add, narrow, select, subtract, widen, zeros_like
 
 WHOLE_CHANGES = Need(
@@ -37,6 +37,7 @@ WHOLE_CHANGES = Need(
 )
 
 
+@make_init
 class FedDyn(ServerModels):
     """Every client's objective is corrected so that its minimiser agrees with the server's.
 
@@ -81,15 +82,9 @@ class FedDyn(ServerModels):
 
     weighting = "uniform"
 
-    def __init__(
-        self,
-        alpha: Annotated[float, Range("(0, inf)", "Use FedAvg() for no regulariser.")] = 0.1,
-        size_scaled: bool = False,
-        report: Literal["model", "average"] = "model",
-    ) -> None:
-        self.alpha = alpha
-        self.size_scaled = size_scaled
-        self.report = report
+    alpha: Annotated[float, Range("(0, inf)", "Use FedAvg() for no regulariser.")] = 0.1
+    size_scaled: bool = False
+    report: Literal["model", "average"] = "model"
 
     @property
     def facts(self) -> Facts:

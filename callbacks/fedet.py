@@ -26,7 +26,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.distillation import PublicLogits, logits_of
 from fedlightning.layers import as_names, expand
-from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, make_init
 from fedlightning.tensors import clone, module_state
 
 LARGE = "server"
@@ -39,6 +39,7 @@ OWN_ENSEMBLE = Need(
 OWN_STAGE_G = Need("has a large model of its own for stage G", (Change.GLOBAL_SELECTION,), "use LocalCheckpoint()")
 
 
+@make_init
 class FedET(ServerModels):
     """Clients train small models of differing architectures; on public data they teach a large model of the server's own.
 
@@ -88,23 +89,13 @@ class FedET(ServerModels):
         needs, required = [OWN_ENSEMBLE, OWN_STAGE_G], [PublicLogits(softmax="steps")]
         return Facts(needs=needs, requires=required, mixes_architectures=True, newcomers=Newcomers(join=self._join))
 
-    def __init__(
-        self,
-        steps: NonNegativeInt = 200,
-        lr: Annotated[float, Range("(0, inf)", "steps=0 leaves the large model as it is.")] = 1e-3,
-        batch_size: PositiveInt = 128,
-        public_samples: NonNegativeInt | None = None,
-        diversity: NonNegativeFloat = 0.05,
-        transfer: str | list[str] | None = None,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.steps = steps
-        self.lr = lr
-        self.batch_size = batch_size
-        self.public_samples = public_samples
-        self.diversity = diversity
-        self.transfer = transfer
-        self.weighting = weighting
+    steps: NonNegativeInt = 200
+    lr: Annotated[float, Range("(0, inf)", "steps=0 leaves the large model as it is.")] = 1e-3
+    batch_size: PositiveInt = 128
+    public_samples: NonNegativeInt | None = None
+    diversity: NonNegativeFloat = 0.05
+    transfer: str | list[str] | None = None
+    weighting: WeightingName | None = None
 
     def on_federation_start(self, server: Server) -> None:
         """Make the models.

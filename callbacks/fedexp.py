@@ -20,7 +20,7 @@ from fedlightning.algorithm import (
     WeightingName,
 )
 from fedlightning.callbacks.shared.server_models import reported_module, send_reported
-from fedlightning.ranges import NonNegativeFloat, Range
+from fedlightning.ranges import NonNegativeFloat, Range, make_init
 from fedlightning.tensors import narrow, widen
 
 WHOLE_CHANGES = Need(
@@ -32,6 +32,7 @@ WHOLE_CHANGES = Need(
 )
 
 
+@make_init
 class FedExP(ServerModels):
     """The server goes beyond the clients' mean, the further the more their changes differ.
 
@@ -74,19 +75,11 @@ class FedExP(ServerModels):
 
     facts = Facts(needs=[WHOLE_CHANGES], newcomers=Newcomers(join=True))
 
-    def __init__(
-        self,
-        eps: NonNegativeFloat = 1e-3,
-        eps_per_client: bool = True,
-        eps_decay: Annotated[float, Range("(0, 1]")] = 1.0,
-        average_last: Literal[1, 2] = 2,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.eps = eps
-        self.eps_per_client = eps_per_client
-        self.eps_decay = eps_decay
-        self.average_last = average_last
-        self.weighting = weighting
+    eps: NonNegativeFloat = 1e-3
+    eps_per_client: bool = True
+    eps_decay: Annotated[float, Range("(0, 1]")] = 1.0
+    average_last: Literal[1, 2] = 2
+    weighting: WeightingName | None = None
 
     def claims(self, role: str) -> bool:
         """Decline a model of its own for stage G where it is ``w``."""

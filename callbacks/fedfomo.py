@@ -9,27 +9,16 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor, nn
 
-from fedlightning.algorithm import (
-    Change,
-    Client,
-    Extra,
-    Facts,
-    Job,
-    Message,
-    Server,
-    State,
-    Update,
-    Wire,
-    requires,
-)
+from fedlightning.algorithm import Change, Client, Extra, Facts, Job, Message, Server, State, Update, Wire, requires
 from fedlightning.callbacks.shared.representations import refuse_classes
 from fedlightning.callbacks.shared.server_models import KeepsClientModels, NoAnchors, combine, sent_models
-from fedlightning.ranges import NonNegativeFloat, Range, Share
+from fedlightning.ranges import NonNegativeFloat, Range, Share, make_init
 from fedlightning.tensors import clone, distance, module_state, select, ties
 
 ITSELF = "itself"
 
 
+@make_init
 class FedFomo(KeepsClientModels):
     """First-order model optimisation: a client downloads others' models and moves towards those that help it.
 
@@ -83,17 +72,10 @@ class FedFomo(KeepsClientModels):
             changes={Change.START, Change.ONE_WAY}, requires=[loss, NoAnchors(of=("correct_gradient",))]
         )
 
-    def __init__(
-        self,
-        num_models: Annotated[int, Range("[0, inf)", "0 is Local.")] = 5,
-        epsilon: Share = 0.3,
-        epsilon_decay: NonNegativeFloat = 0.05,
-        baseline: Literal["own", "start"] = "own",
-    ) -> None:
-        self.num_models = num_models
-        self.epsilon = epsilon
-        self.epsilon_decay = epsilon_decay
-        self.baseline = baseline
+    num_models: Annotated[int, Range("[0, inf)", "0 is Local.")] = 5
+    epsilon: Share = 0.3
+    epsilon_decay: NonNegativeFloat = 0.05
+    baseline: Literal["own", "start"] = "own"
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare M models down, by their client's place in the order of clients; these places and their scores up."""

@@ -43,14 +43,13 @@ from fedlightning.callbacks.shared.representations import (
     refuse_width,
     rows,
 )
-from fedlightning.callbacks.shared.server_models import (
-    no_model,
-)
-from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range, RoundCount
+from fedlightning.callbacks.shared.server_models import no_model
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range, RoundCount, make_init
 from fedlightning.tensors import module_state
 from fedlightning.wrappers import FeatureTap
 
 
+@make_init
 class FedGH(FederatedCallback):
     """A global header, trained at the server on the mean representation that each client sends of each class.
 
@@ -107,27 +106,15 @@ class FedGH(FederatedCallback):
         mixes_architectures=True,
     )
 
-    def __init__(
-        self,
-        head: str | list[str] | None = None,
-        server_lr: NonNegativeFloat = 0.1,
-        server_momentum: NonNegativeFloat = 0.0,
-        server_weight_decay: NonNegativeFloat = 0.0,
-        server_batch_size: PositiveInt = 16,
-        server_epochs: Annotated[int, Range("[1, inf)", "server_lr=0 leaves the header as it began.")] = 10,
-        shuffle: bool = True,
-        means: Literal["samples", "batches"] = "samples",
-        warmup: RoundCount = 0,
-    ) -> None:
-        self.head = head
-        self.server_lr = server_lr
-        self.server_momentum = server_momentum
-        self.server_weight_decay = server_weight_decay
-        self.server_batch_size = server_batch_size
-        self.server_epochs = server_epochs
-        self.shuffle = shuffle
-        self.means = means
-        self.warmup = warmup
+    head: str | list[str] | None = None
+    server_lr: NonNegativeFloat = 0.1
+    server_momentum: NonNegativeFloat = 0.0
+    server_weight_decay: NonNegativeFloat = 0.0
+    server_batch_size: PositiveInt = 16
+    server_epochs: Annotated[int, Range("[1, inf)", "server_lr=0 leaves the header as it began.")] = 10
+    shuffle: bool = True
+    means: Literal["samples", "batches"] = "samples"
+    warmup: RoundCount = 0
 
     def check(self, setup: Setup) -> None:
         """Refuse headers that cannot be trained on representations, or that are not alike in all architectures.

@@ -43,7 +43,7 @@ from fedlightning.callbacks.shared.representations import (
     rows,
 )
 from fedlightning.callbacks.shared.server_models import SharesPredictions
-from fedlightning.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from fedlightning.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, make_init
 from fedlightning.tensors import clone
 from fedlightning.wrappers import FeatureTap
 
@@ -51,6 +51,7 @@ TRAIN = "train"
 """Tag of the visits of a round; others only evaluate."""
 
 
+@make_init
 class FedGKT(SharesPredictions):
     """Clients train a small extractor and head; the server trains a large head on their features; each teaches the other.
 
@@ -104,29 +105,19 @@ class FedGKT(SharesPredictions):
         ]
     )
 
-    def __init__(
-        self,
-        alpha: NonNegativeFloat = 1.0,
-        server_alpha: NonNegativeFloat = 1.0,
-        temperature: PositiveFloat = 3.0,
-        server_hidden: Sequence[PositiveInt] = (256, 256),
-        server_lr: PositiveFloat = 1e-3,
-        server_epochs: PositiveInt = 5,
-        server_batch_size: PositiveInt = 64,
-        max_age: PositiveInt | None = None,
-        deploy: Literal["server", "edge"] = "server",
-        head: str | list[str] | None = None,
-    ) -> None:
-        self.alpha = alpha
-        self.server_alpha = server_alpha
-        self.temperature = temperature
-        self.server_hidden = list(server_hidden)
-        self.server_lr = server_lr
-        self.server_epochs = server_epochs
-        self.server_batch_size = server_batch_size
-        self.max_age = max_age
-        self.deploy = deploy
-        self.head = head
+    alpha: NonNegativeFloat = 1.0
+    server_alpha: NonNegativeFloat = 1.0
+    temperature: PositiveFloat = 3.0
+    server_hidden: Sequence[PositiveInt] = (256, 256)
+    server_lr: PositiveFloat = 1e-3
+    server_epochs: PositiveInt = 5
+    server_batch_size: PositiveInt = 64
+    max_age: PositiveInt | None = None
+    deploy: Literal["server", "edge"] = "server"
+    head: str | list[str] | None = None
+
+    def __post_init__(self) -> None:
+        self.server_hidden = list(self.server_hidden)
 
     def claims(self, role: str) -> bool:
         """Decline the personal model and the phase where the options do not use them."""

@@ -28,17 +28,16 @@ from fedlightning.algorithm import (
     requires,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, first_groups, in_client_order
-from fedlightning.callbacks.shared.server_models import (
-    NO_SERVER_STEP,
-    one_visit,
-)
-from fedlightning.ranges import Counts, PositiveInt, Range, needs
+from fedlightning.callbacks.shared.server_models import NO_SERVER_STEP, one_visit
+from fedlightning.ranges import Counts, PositiveInt, Range, make_init, needs
 from fedlightning.tensors import WeightedMean, narrow, select, subtract, to_row, widen
 
 COLD_START = "cold start"
 """Key of the first model at the server while clients pre-train from it; their scores go under it too."""
 
 
+@needs("mix_mean", "mix", why="groups do not mix. Leave it out, or set mix.")
+@make_init
 class FedGroup(Clusters):
     r"""Clients are grouped once, by the directions of their first updates; each group then trains by FedAvg.
 
@@ -94,19 +93,13 @@ class FedGroup(Clusters):
             newcomers=Newcomers(no_model=why, join=True, place=self._place),
         )
 
-    @needs("mix_mean", "mix", why="groups do not mix. Leave it out, or set mix.")
-    def __init__(
-        self,
-        num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg."), Counts("clients")] = 2,
-        alpha: PositiveInt = 20,
-        pretrain: Annotated[int, Range("[1, inf)", "Who does not train has no direction.")] | None = None,
-        unit: bool = True,
-        mix: Annotated[float, Range("[0, inf)", "0 does not mix.")] = 0.0,
-        mix_mean: bool = False,
-        weighting: WeightingName | None = "samples",
-    ) -> None:
-        self.num_clusters, self.alpha, self.pretrain, self.unit = num_clusters, alpha, pretrain, unit
-        self.mix, self.mix_mean, self.weighting = mix, mix_mean, weighting
+    num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg."), Counts("clients")] = 2
+    alpha: PositiveInt = 20
+    pretrain: Annotated[int, Range("[1, inf)", "Who does not train has no direction.")] | None = None
+    unit: bool = True
+    mix: Annotated[float, Range("[0, inf)", "0 does not mix.")] = 0.0
+    mix_mean: bool = False
+    weighting: WeightingName | None = "samples"
 
     @property
     def clusters(self) -> list[str]:

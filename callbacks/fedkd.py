@@ -26,7 +26,7 @@ from fedlightning.algorithm import (
     requires,
 )
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
-from fedlightning.ranges import NonNegativeFloat, PositiveShare
+from fedlightning.ranges import NonNegativeFloat, PositiveShare, make_init
 from fedlightning.tensors import WeightedMean, module_state
 from fedlightning.wrappers.pair import JointLoss, Side, shared_entries
 
@@ -39,6 +39,7 @@ LOW_RANK_UPDATES = Need(
 )
 
 
+@make_init
 class FedKD(SharedPeer):
     r"""A private teacher and a small shared student learn from each other; the student's updates travel at low rank.
 
@@ -99,27 +100,15 @@ class FedKD(SharedPeer):
 
     rank = -10  # messages are whole again before others see them
 
-    def __init__(
-        self,
-        shared: LightningModule | None = None,
-        strength: NonNegativeFloat = 0.3,
-        hidden: bool = True,
-        detach: bool = True,
-        energy_start: PositiveShare = 0.95,
-        energy_end: PositiveShare = 0.98,
-        head: str | None = None,
-        shared_head: str | None = None,
-        weighting: WeightingName | None = "uniform",
-    ) -> None:
-        self.shared = self.checked(shared)
-        self.strength = strength
-        self.hidden = hidden
-        self.detach = detach
-        self.energy_start = energy_start
-        self.energy_end = energy_end
-        self.head = head
-        self.shared_head = shared_head
-        self.weighting = weighting
+    shared: LightningModule | None = None
+    strength: NonNegativeFloat = 0.3
+    hidden: bool = True
+    detach: bool = True
+    energy_start: PositiveShare = 0.95
+    energy_end: PositiveShare = 0.98
+    head: str | None = None
+    shared_head: str | None = None
+    weighting: WeightingName | None = "uniform"
 
     @property
     def compresses(self) -> bool:

@@ -13,13 +13,14 @@ from torch.nn import functional as F
 from fedlightning.algorithm import GLOBAL, Plan, Server, Setup, WeightingName, contributors
 from fedlightning.callbacks.shared.distillation import PublicLogits, logits_of
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
-from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_init
 from fedlightning.tensors import clone, module_state
 from fedlightning.wrappers.pair import SHARED, JointLoss, Side, shared_of
 
 Ensemble = Literal["max", "mean", "vote"]
 
 
+@make_init
 class FedKEMF(SharedPeer):
     r"""Private models teach a small knowledge network; the server distils the ensemble of these into the next one.
 
@@ -65,29 +66,16 @@ class FedKEMF(SharedPeer):
         (tensor([[0., 1.]]), tensor([1]))
     """
 
-    def __init__(
-        self,
-        shared: LightningModule | None = None,
-        ensemble: Ensemble = "max",
-        mutual: NonNegativeFloat = 1.0,
-        steps: NonNegativeInt = 100,
-        server_lr: PositiveFloat = 1e-3,
-        temperature: PositiveFloat = 1.0,
-        batch_size: PositiveInt | None = None,
-        head: str | None = None,
-        shared_head: str | None = None,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.shared = self.checked(shared)
-        self.ensemble = ensemble
-        self.mutual = mutual
-        self.steps = steps
-        self.server_lr = server_lr
-        self.temperature = temperature
-        self.batch_size = batch_size
-        self.head = head
-        self.shared_head = shared_head
-        self.weighting = weighting
+    shared: LightningModule | None = None
+    ensemble: Ensemble = "max"
+    mutual: NonNegativeFloat = 1.0
+    steps: NonNegativeInt = 100
+    server_lr: PositiveFloat = 1e-3
+    temperature: PositiveFloat = 1.0
+    batch_size: PositiveInt | None = None
+    head: str | None = None
+    shared_head: str | None = None
+    weighting: WeightingName | None = None
 
     def compares(self) -> bool:
         """Return whether the losses compare predictions, as classes."""

@@ -22,16 +22,15 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
 )
-from fedlightning.callbacks.shared.server_models import (
-    parameter_names,
-)
+from fedlightning.callbacks.shared.server_models import parameter_names
 from fedlightning.layers import partition
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, make_init
 from fedlightning.tensors import as_reals, distance, select, ties
 
 Interval = Annotated[int, Range("[1, inf)", "An interval in rounds.", strict=True)]
 
 
+@make_init
 class FedLAMA(ServerModels):
     r"""Layer-wise adaptive model aggregation: layers on which the clients agree are averaged less often.
 
@@ -68,17 +67,10 @@ class FedLAMA(ServerModels):
         [0, 2, 3]
     """
 
-    def __init__(
-        self,
-        phi: Interval = 2,
-        tau: Interval = 1,
-        cut: Literal["crossing", "nearest"] = "crossing",
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.phi = phi
-        self.tau = tau
-        self.cut = cut
-        self.weighting = weighting
+    phi: Interval = 2
+    tau: Interval = 1
+    cut: Literal["crossing", "nearest"] = "crossing"
+    weighting: WeightingName | None = None
 
     # -- the server's state --------------------------------------------------------------------------------------------
     @property

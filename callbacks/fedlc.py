@@ -19,10 +19,11 @@ from fedlightning.callbacks.shared.calibration import (
     with_other_cross_entropy,
 )
 from fedlightning.callbacks.shared.representations import head_path, labels_of, rows
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, make_init
 from fedlightning.wrappers import FeatureTap
 
 
+@make_init
 class FedLC(FederatedCallback):
     """Logits are calibrated by a client's own classes: rare ones must win by more, absent ones are left alone.
 
@@ -62,17 +63,10 @@ class FedLC(FederatedCallback):
 
     facts = Facts(changes={Change.CALIBRATES}, mixes_architectures=True)
 
-    def __init__(
-        self,
-        tau: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 1.0,
-        exclude_true: bool = False,
-        head: str | list[str] | None = None,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.tau = tau
-        self.exclude_true = exclude_true
-        self.head = head
-        self.weighting = weighting
+    tau: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 1.0
+    exclude_true: bool = False
+    head: str | list[str] | None = None
+    weighting: WeightingName | None = None
 
     def claims(self, role: str) -> bool:
         """Decline the loss term where ``tau = 0``."""

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fedlightning.algorithm import (
-    POOLED,
-    Change,
-    Client,
-    Facts,
-    FederatedCallback,
-    Update,
-    WeightingName,
-    requires,
-)
+from fedlightning.algorithm import POOLED, Change, Client, Facts, FederatedCallback, Update, WeightingName, requires
 from fedlightning.layers import partition
 from fedlightning.ranges import Share
 

@@ -9,17 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import (
-    Client,
-    Extra,
-    Job,
-    Message,
-    Phase,
-    Plan,
-    Server,
-    Update,
-    Wire,
-)
+from fedlightning.algorithm import Client, Extra, Job, Message, Phase, Plan, Server, Update, Wire
 from fedlightning.callbacks.shared.distillation import (
     NoSinglePublicSample,
     PublicLogits,
@@ -27,13 +17,14 @@ from fedlightning.callbacks.shared.distillation import (
     kl,
     logits_of,
 )
-from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, make_init
 
 SCORES, TRANSFER, DIGEST = "scores", "transfer", "digest"
 ROUNDING = 1e-6
 """Share of a logit by which two batches that hold the same sample may differ."""
 
 
+@make_init
 class FedMD(SharesPublicRows):
     """Logits on public data travel, models do not: clients digest the mean of their class scores, then train on their own.
 
@@ -85,23 +76,13 @@ class FedMD(SharesPublicRows):
         ]
     )
 
-    def __init__(
-        self,
-        public_samples: PositiveInt = 5000,
-        transfer_epochs: NonNegativeInt = 20,
-        digest_epochs: NonNegativeInt = 1,
-        digest_batch_size: PositiveInt | None = 256,
-        digest_lr_factor: NonNegativeFloat = 1.0,
-        digest_loss: Literal["mae", "mse", "kl"] = "mae",
-        weighting: Literal["uniform", "samples"] = "uniform",
-    ) -> None:
-        self.public_samples = public_samples
-        self.transfer_epochs = transfer_epochs
-        self.digest_epochs = digest_epochs
-        self.digest_batch_size = digest_batch_size
-        self.digest_lr_factor = digest_lr_factor
-        self.digest_loss = digest_loss
-        self.weighting = weighting
+    public_samples: PositiveInt = 5000
+    transfer_epochs: NonNegativeInt = 20
+    digest_epochs: NonNegativeInt = 1
+    digest_batch_size: PositiveInt | None = 256
+    digest_lr_factor: NonNegativeFloat = 1.0
+    digest_loss: Literal["mae", "mse", "kl"] = "mae"
+    weighting: Literal["uniform", "samples"] = "uniform"
 
     @property
     def digests_by_kl(self) -> bool:

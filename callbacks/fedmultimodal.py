@@ -9,13 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedlightning.algorithm import Change, Client, Facts, FederatedCallback, Need, Setup, Update, WeightingName
-from fedlightning.callbacks.shared.modalities import (
-    Parts,
-    encoders_of,
-    parts_of,
-    refuse_blind_training,
-    samples_with,
-)
+from fedlightning.callbacks.shared.modalities import Parts, encoders_of, parts_of, refuse_blind_training, samples_with
 
 HOLDERS = Need(
     "averages an encoder over the clients that have its modality, and not over all",

@@ -14,10 +14,11 @@ from fedlightning.algorithm import Client, Facts, FederatedCallback, Setup, Weig
 from fedlightning.callbacks.shared.calibration import check_head
 from fedlightning.callbacks.shared.representations import head_path, labels_of, rows
 from fedlightning.callbacks.shared.steps import SeveralSteps
-from fedlightning.ranges import PositiveFloat, Range
+from fedlightning.ranges import PositiveFloat, Range, make_init
 from fedlightning.wrappers import FeatureTap
 
 
+@make_init
 class FedNTD(FederatedCallback):
     r"""Not-true distillation: a client keeps what the global model says of the classes that a sample does not belong to.
 
@@ -59,17 +60,10 @@ class FedNTD(FederatedCallback):
 
     facts = Facts(requires=[SeveralSteps(of="beta")])
 
-    def __init__(
-        self,
-        beta: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 1.0,
-        tau: PositiveFloat = 1.0,
-        head: str | list[str] | None = None,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.beta = beta
-        self.tau = tau
-        self.head = head
-        self.weighting = weighting
+    beta: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 1.0
+    tau: PositiveFloat = 1.0
+    head: str | list[str] | None = None
+    weighting: WeightingName | None = None
 
     def claims(self, role: str) -> bool:
         """Decline the loss term where `beta = 0`."""

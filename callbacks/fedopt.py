@@ -9,10 +9,11 @@ from torch import Tensor
 
 from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Server, State, WeightingName
 from fedlightning.callbacks.shared.steps import memory, remember
-from fedlightning.ranges import NonNegativeFloat, PositiveFloat, ShareBelowOne
+from fedlightning.ranges import NonNegativeFloat, PositiveFloat, ShareBelowOne, make_init
 from fedlightning.tensors import narrow, widen
 
 
+@make_init
 class FedOpt(FederatedCallback):
     """Base of the adaptive server optimizers: the clients' mean change is a pseudo-gradient.
 
@@ -59,23 +60,13 @@ class FedOpt(FederatedCallback):
         mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True)
     )  # a step of the server is a step, whoever's changes it takes
 
-    def __init__(
-        self,
-        server_lr: PositiveFloat = 0.01,
-        beta1: ShareBelowOne = 0.9,
-        beta2: ShareBelowOne = 0.99,
-        tau: PositiveFloat = 1e-3,
-        bias_correction: bool = False,
-        v_init: NonNegativeFloat | None = None,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.server_lr = server_lr
-        self.beta1 = beta1
-        self.beta2 = beta2
-        self.tau = tau
-        self.bias_correction = bias_correction
-        self.v_init = v_init
-        self.weighting = weighting
+    server_lr: PositiveFloat = 0.01
+    beta1: ShareBelowOne = 0.9
+    beta2: ShareBelowOne = 0.99
+    tau: PositiveFloat = 1e-3
+    bias_correction: bool = False
+    v_init: NonNegativeFloat | None = None
+    weighting: WeightingName | None = None
 
     def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
         """Return the next ``v``."""

@@ -9,26 +9,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from fedlightning.algorithm import (
-    Client,
-    Extra,
-    Job,
-    Message,
-    Newcomers,
-    Plan,
-    Server,
-    Setup,
-    Stage,
-    Update,
-    Wire,
-)
-from fedlightning.callbacks.shared.prototypes import (
-    ClassMeans,
-    fill_head,
-    pack,
-    refuse_unprotected,
-    unpack,
-)
+from fedlightning.algorithm import Client, Extra, Job, Message, Newcomers, Plan, Server, Setup, Stage, Update, Wire
+from fedlightning.callbacks.shared.prototypes import ClassMeans, fill_head, pack, refuse_unprotected, unpack
 from fedlightning.callbacks.shared.representations import (
     Features,
     Labels,
@@ -40,10 +22,11 @@ from fedlightning.callbacks.shared.representations import (
     rows,
 )
 from fedlightning.callbacks.shared.server_models import SharesPredictions
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, make_init
 from fedlightning.wrappers import FeatureTap
 
 
+@make_init
 class FedProto(SharesPredictions):
     """Prototypes travel, models do not: clients agree on where the classes lie in the space of representations.
 
@@ -90,21 +73,12 @@ class FedProto(SharesPredictions):
         by_record=True,
     )
 
-    def __init__(
-        self,
-        lam: Annotated[float, Range("[0, inf)", "0 is local training.")] = 1.0,
-        head: str | list[str] | None = None,
-        proto_pass: Literal["after", "during"] = "after",
-        predictor: Literal["head", "nearest"] = "head",
-        restrict: bool = True,
-        weighting: Literal["uniform", "samples"] = "uniform",
-    ) -> None:
-        self.lam = lam
-        self.head = head
-        self.proto_pass = proto_pass
-        self.predictor = predictor
-        self.restrict = restrict
-        self.weighting = weighting
+    lam: Annotated[float, Range("[0, inf)", "0 is local training.")] = 1.0
+    head: str | list[str] | None = None
+    proto_pass: Literal["after", "during"] = "after"
+    predictor: Literal["head", "nearest"] = "head"
+    restrict: bool = True
+    weighting: Literal["uniform", "samples"] = "uniform"
 
     def claims(self, role: str) -> bool:
         """Decline the loss term and the personal model where the options do not use them."""

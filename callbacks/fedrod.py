@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from fedlightning.algorithm import Change, Client, Facts, Need, Server, ServerModels, Setup, Stage, WeightingName
 from fedlightning.callbacks.shared.calibration import check_head, samples_by_class
 from fedlightning.callbacks.shared.representations import head_path, labels_of, rows
+from fedlightning.ranges import make_init
 from fedlightning.wrappers import AddedParametersMixin, FeatureTap, mix, user_class
 from fedlightning.wrappers.heads import find_submodule, registered_names
 
@@ -22,6 +23,7 @@ PERSONAL = "personal"
 """Name of the personal head, inside the generic one."""
 
 
+@make_init
 class FedRoD(ServerModels):
     r"""A generic model from class-balanced training, and a personal head on top of it: Fed-RoD, robust decoupling.
 
@@ -75,15 +77,9 @@ class FedRoD(ServerModels):
         ]
     )
 
-    def __init__(
-        self,
-        head: str | list[str] | None = None,
-        init: Literal["copy", "zeros"] = "copy",
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.head = head
-        self.init = init
-        self.weighting = weighting
+    head: str | list[str] | None = None
+    init: Literal["copy", "zeros"] = "copy"
+    weighting: WeightingName | None = None
 
     def check(self, setup: Setup) -> None:
         """Refuse other losses than the cross entropy; warn of weighted ones, and of clipping."""

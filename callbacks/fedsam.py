@@ -12,24 +12,16 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import (
-    Change,
-    Facts,
-    FederatedCallback,
-    Need,
-    Setup,
-    State,
-    WeightingName,
-    probes,
-    requires,
-)
-from fedlightning.ranges import PositiveFloat, Range, needs
+from fedlightning.algorithm import Change, Facts, FederatedCallback, Need, Setup, State, WeightingName, probes, requires
+from fedlightning.ranges import PositiveFloat, Range, make_init, needs
 from fedlightning.tensors import as_reals, clone, dense, load_state, narrow
 
 SMALL = 1e-16
 """What keeps a gradient of length 0 from dividing by 0 (the authors' code)."""
 
 
+@needs("eta", "adaptive", why="plain FedSAM has no T. Set adaptive=True, or leave eta out.")
+@make_init
 class FedSAM(FederatedCallback):
     """Clients look for flat minima: every step has the gradient of the worst point near the model.
 
@@ -75,18 +67,10 @@ class FedSAM(FederatedCallback):
         mixes_architectures=True,
     )
 
-    @needs("eta", "adaptive", why="plain FedSAM has no T. Set adaptive=True, or leave eta out.")
-    def __init__(
-        self,
-        rho: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 0.1,
-        adaptive: bool = False,
-        eta: PositiveFloat = 0.2,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.rho = rho
-        self.adaptive = adaptive
-        self.eta = eta
-        self.weighting = weighting
+    rho: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 0.1
+    adaptive: bool = False
+    eta: PositiveFloat = 0.2
+    weighting: WeightingName | None = None
 
     def check(self, setup: Setup) -> None:
         """Warn of gradients that the module changes after its own backward pass."""

@@ -36,12 +36,13 @@ from fedlightning.callbacks.shared.server_models import (
     another_start,
     parameter_names,
 )
-from fedlightning.ranges import ClientCount, NonNegativeFloat, PositiveInt, Share
+from fedlightning.ranges import ClientCount, NonNegativeFloat, PositiveInt, Share, make_init
 from fedlightning.tensors import WeightedMean, narrow, select, ties, widen
 
 ESTIMATE = "estimate"
 
 
+@make_init
 class FedSoft(Clusters):
     r"""Soft clusters: each client's data are a mixture, and its own model is pulled to all centres by their shares.
 
@@ -89,17 +90,12 @@ class FedSoft(Clusters):
         ],
     )
 
-    def __init__(
-        self,
-        num_clusters: ClientCount = 2,
-        lam: NonNegativeFloat = 0.1,
-        selected: ClientCount | None = None,
-        interval: PositiveInt = 2,
-        sigma: Share = 1e-4,
-        init: NonNegativeFloat | Literal["random"] = "random",
-    ) -> None:
-        self.num_clusters, self.lam, self.selected = num_clusters, lam, selected
-        self.interval, self.sigma, self.init = interval, sigma, init
+    num_clusters: ClientCount = 2
+    lam: NonNegativeFloat = 0.1
+    selected: ClientCount | None = None
+    interval: PositiveInt = 2
+    sigma: Share = 1e-4
+    init: NonNegativeFloat | Literal["random"] = "random"
 
     @property
     def centres(self) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedlightning.algorithm import Change, Client, Facts, Phase, Stage, WeightingName, generator, requires
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
 from fedlightning.callbacks.shared.representations import Labels, labels_of
-from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, Share
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, Share, make_init
 from fedlightning.tensors import module_state
 from fedlightning.wrappers.pair import JointLoss, Side, minimise, shared_entries, shared_of, sides_of
 
@@ -111,6 +111,7 @@ def best_temperature(logits: Tensor, labels: Tensor) -> float:
     return 1.0 / math.sqrt(low * high)
 
 
+@make_init
 class FedType(SharedPeer):
     r"""A private model of any architecture and a small proxy learn from each other in unequal ways; only the proxy travels.
 
@@ -171,35 +172,19 @@ class FedType(SharedPeer):
         0.2
     """
 
-    def __init__(
-        self,
-        shared: LightningModule | None = None,
-        alpha: Annotated[float, Range("(0, 1)")] = 0.1,
-        calibration: Annotated[float, Range("(0, 1)")] = 0.2,
-        imitation: NonNegativeFloat = 1.0,
-        distillation: NonNegativeFloat = 1.0,
-        temperature: PositiveFloat = 1.0,
-        lambda_reg: Share = 0.5,
-        private_lambda_reg: NonNegativeFloat = 1.0,
-        k_reg: NonNegativeInt = 5,
-        deploy: Literal["private", "proxy"] = "private",
-        head: str | None = None,
-        shared_head: str | None = None,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.shared = self.checked(shared)
-        self.alpha = alpha
-        self.calibration = calibration
-        self.imitation = imitation
-        self.distillation = distillation
-        self.temperature = temperature
-        self.lambda_reg = lambda_reg
-        self.private_lambda_reg = private_lambda_reg
-        self.k_reg = k_reg
-        self.deploy = deploy
-        self.head = head
-        self.shared_head = shared_head
-        self.weighting = weighting
+    shared: LightningModule | None = None
+    alpha: Annotated[float, Range("(0, 1)")] = 0.1
+    calibration: Annotated[float, Range("(0, 1)")] = 0.2
+    imitation: NonNegativeFloat = 1.0
+    distillation: NonNegativeFloat = 1.0
+    temperature: PositiveFloat = 1.0
+    lambda_reg: Share = 0.5
+    private_lambda_reg: NonNegativeFloat = 1.0
+    k_reg: NonNegativeInt = 5
+    deploy: Literal["private", "proxy"] = "private"
+    head: str | None = None
+    shared_head: str | None = None
+    weighting: WeightingName | None = None
 
     @property
     def facts(self) -> Facts:

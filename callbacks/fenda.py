@@ -12,6 +12,7 @@ from torch import nn
 
 from fedlightning.algorithm import FederatedCallback, Server, WeightingName
 from fedlightning.callbacks.shared.representations import head_path
+from fedlightning.ranges import make_init
 from fedlightning.wrappers.adapters import adapter_names
 from fedlightning.wrappers.dual import DualExtractor, dual_by_head, global_names
 from fedlightning.wrappers.mixing import user_class
@@ -25,6 +26,7 @@ DEFAULTS = {
 }
 
 
+@make_init
 class FENDA(FederatedCallback):
     """A shared and a private feature extractor under one private head (FENDA-FL).
 
@@ -62,23 +64,13 @@ class FENDA(FederatedCallback):
         ['net.fc1.weight', 'net.fc1.bias']
     """
 
-    def __init__(
-        self,
-        head: str | list[str] | None = None,
-        local_extractor: nn.Module | None = None,
-        fusion: Literal["concat", "sum"] = "concat",
-        order: Literal["global_first", "local_first"] = "global_first",
-        init: Literal["copy", "fresh"] = "copy",
-        local_features: int | None = None,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.head = head
-        self.local_extractor = local_extractor
-        self.fusion = fusion
-        self.order = order
-        self.init = init
-        self.local_features = local_features
-        self.weighting = weighting
+    head: str | list[str] | None = None
+    local_extractor: nn.Module | None = None
+    fusion: Literal["concat", "sum"] = "concat"
+    order: Literal["global_first", "local_first"] = "global_first"
+    init: Literal["copy", "fresh"] = "copy"
+    local_features: int | None = None
+    weighting: WeightingName | None = None
 
     def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:
         """Add the private extractor and widen the head.

@@ -28,12 +28,9 @@ from fedlightning.algorithm import (
     contributors,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, first_groups, in_client_order
-from fedlightning.callbacks.shared.server_models import (
-    NO_SERVER_STEP,
-    combine,
-)
+from fedlightning.callbacks.shared.server_models import NO_SERVER_STEP, combine
 from fedlightning.layers import expand
-from fedlightning.ranges import Counts, NonNegativeFloat, PositiveInt, Range
+from fedlightning.ranges import Counts, NonNegativeFloat, PositiveInt, Range, make_init
 from fedlightning.tensors import has_mean, select, ties, to_row
 
 MIDDLE = "mean of the centres"
@@ -42,6 +39,7 @@ LATE = "late"
 """Tag of the first visit of a client that comes when there are centres."""
 
 
+@make_init
 class FeSEM(Clusters):
     r"""Multi-centre federated learning: clients' models are clustered by k-means; each trains its cluster's centre.
 
@@ -92,18 +90,13 @@ class FeSEM(Clusters):
         why = "finds a client's cluster by the model that it has trained, and has none for one that never trained"
         return Facts(needs=[NO_SERVER_STEP], newcomers=Newcomers(no_model=why, join=True, place=self._place))
 
-    def __init__(
-        self,
-        num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg."), Counts("clients")] = 2,
-        pull: NonNegativeFloat = 0.0,
-        layers: list[str] | None = None,
-        stale: bool = False,
-        steps: PositiveInt = 1,
-        weighting: WeightingName | None = "uniform",
-        late_start: Literal["centres", "first"] = "centres",
-    ) -> None:
-        self.num_clusters, self.pull, self.layers = num_clusters, pull, layers
-        self.stale, self.steps, self.weighting, self.late_start = stale, steps, weighting, late_start
+    num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg."), Counts("clients")] = 2
+    pull: NonNegativeFloat = 0.0
+    layers: list[str] | None = None
+    stale: bool = False
+    steps: PositiveInt = 1
+    weighting: WeightingName | None = "uniform"
+    late_start: Literal["centres", "first"] = "centres"
 
     def claims(self, role: str) -> bool:
         """Decline the gradient where there is no pull."""

@@ -12,10 +12,7 @@ from torch.nn import functional as F
 
 from fedlightning.algorithm import Client, Facts, Message, Need, Stage, WeightingName, probes
 from fedlightning.callbacks.shared.partial_training import PartialTraining
-from fedlightning.callbacks.shared.representations import (
-    ClassLogits,
-    head_path,
-)
+from fedlightning.callbacks.shared.representations import ClassLogits, head_path
 from fedlightning.ranges import Length, PositiveFloat, PositiveShare, Share
 from fedlightning.tensors import module_state
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted

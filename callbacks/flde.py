@@ -30,7 +30,7 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, head_widths, targets_in
 from fedlightning.callbacks.shared.second_model import SecondModel, refuse_closures
 from fedlightning.layers import ordered_layers
-from fedlightning.ranges import PositiveFloat, Range
+from fedlightning.ranges import PositiveFloat, Range, make_init
 from fedlightning.tensors import load_state, module_state
 from fedlightning.wrappers import AddedParametersMixin, FeatureTap, Mixin, frozen_buffers, mix, muted, user_class
 from fedlightning.wrappers.follow import follow
@@ -191,6 +191,7 @@ class ExpertTraining(SecondModel):
             group["lr"] *= self.options.lr_factor
 
 
+@make_init
 class FLDE(FederatedCallback):
     r"""A global model and a private expert at each client, between which a gate decides for each input: FL+DE.
 
@@ -249,21 +250,12 @@ class FLDE(FederatedCallback):
         keeps=True,
     )
 
-    def __init__(
-        self,
-        mix: Literal["probabilities", "outputs"] = "probabilities",
-        head: str | list[str] | None = None,
-        gate_input: Literal["features", "input"] = "features",
-        gate_bias: Annotated[float, Range("(-inf, inf)")] = 0.0,
-        lr_factor: PositiveFloat = 1.0,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.mix = mix
-        self.head = head
-        self.gate_input = gate_input
-        self.gate_bias = gate_bias
-        self.lr_factor = lr_factor
-        self.weighting = weighting
+    mix: Literal["probabilities", "outputs"] = "probabilities"
+    head: str | list[str] | None = None
+    gate_input: Literal["features", "input"] = "features"
+    gate_bias: Annotated[float, Range("(-inf, inf)")] = 0.0
+    lr_factor: PositiveFloat = 1.0
+    weighting: WeightingName | None = None
 
     def check(self, setup: Setup) -> None:
         """Refuse steps that do not predict by `forward`, losses of no probabilities, and features of unknown width.

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import Facts, Setup, WeightingName
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
-from fedlightning.ranges import Share
+from fedlightning.ranges import Share, make_init
 from fedlightning.wrappers.pair import JointLoss, Side
 
 
+@make_init
 class FML(SharedPeer):
     """A private model of any architecture and a small shared one learn from each other; only the shared one travels.
 
@@ -67,23 +68,13 @@ class FML(SharedPeer):
         """Optimizers go on, as the private model does."""
         return super().facts.extend(optimizer_state="keep")
 
-    def __init__(
-        self,
-        shared: LightningModule | None = None,
-        alpha: Share = 0.5,
-        beta: Share = 0.5,
-        detach: bool = True,
-        head: str | None = None,
-        shared_head: str | None = None,
-        weighting: WeightingName | None = "uniform",
-    ) -> None:
-        self.shared = self.checked(shared)
-        self.alpha = alpha
-        self.beta = beta
-        self.detach = detach
-        self.head = head
-        self.shared_head = shared_head
-        self.weighting = weighting
+    shared: LightningModule | None = None
+    alpha: Share = 0.5
+    beta: Share = 0.5
+    detach: bool = True
+    head: str | None = None
+    shared_head: str | None = None
+    weighting: WeightingName | None = "uniform"
 
     def check(self, setup: Setup) -> None:
         """Refuse what :class:`SharedPeer` does; advise on the private model's learning rate under SGD."""

@@ -22,7 +22,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.calibration import samples_by_class
 from fedlightning.callbacks.shared.representations import Features, Labels, head_path, labels_of, rows
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, make_init
 from fedlightning.wrappers import AddedParametersMixin, FeatureTap, Mixin, mix, mixins_of, user_class
 from fedlightning.wrappers.heads import find_submodule, output_width
 
@@ -30,6 +30,7 @@ CONDITIONS = "conditions"
 """Name of what is added to the head."""
 
 
+@make_init
 class GPFL(FederatedCallback):
     r"""Global and personal information about features at once: class embeddings guide a shared extractor.
 
@@ -86,25 +87,14 @@ class GPFL(FederatedCallback):
     )
     rank = 1  # the contexts are those of the embeddings that a client trains from, after others have merged them
 
-    def __init__(
-        self,
-        lam: Annotated[float, Range("[0, inf)", "0 turns it off.")] = 0.01,
-        angle: Annotated[float, Range("[0, inf)", "0 turns it off.")] = 1.0,
-        mu: Annotated[float, Range("[0, inf)", "0 turns it off.")] = 0.0,
-        distance: Literal["samples", "batch"] = "samples",
-        head: str | list[str] | None = None,
-        num_classes: Annotated[int, Range("[2, inf)")] | None = None,
-        valve: Literal["open", "random"] = "open",
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.lam = lam
-        self.angle = angle
-        self.mu = mu
-        self.distance = distance
-        self.head = head
-        self.num_classes = num_classes
-        self.valve = valve
-        self.weighting = weighting
+    lam: Annotated[float, Range("[0, inf)", "0 turns it off.")] = 0.01
+    angle: Annotated[float, Range("[0, inf)", "0 turns it off.")] = 1.0
+    mu: Annotated[float, Range("[0, inf)", "0 turns it off.")] = 0.0
+    distance: Literal["samples", "batch"] = "samples"
+    head: str | list[str] | None = None
+    num_classes: Annotated[int, Range("[2, inf)")] | None = None
+    valve: Literal["open", "random"] = "open"
+    weighting: WeightingName | None = None
 
     def claims(self, role: str) -> bool:
         """Decline the terms whose weights are 0."""

@@ -46,10 +46,8 @@ from fedlightning.callbacks.shared.modalities import (
     rows_with,
     samples_with,
 )
-from fedlightning.callbacks.shared.server_models import (
-    NO_SERVER_STEP,
-)
-from fedlightning.ranges import ClientCount, RoundCountOrShare
+from fedlightning.callbacks.shared.server_models import NO_SERVER_STEP
+from fedlightning.ranges import ClientCount, RoundCountOrShare, make_init
 from fedlightning.tensors import WeightedMean, clone, select
 from fedlightning.wrappers import mix
 
@@ -58,6 +56,7 @@ PASSED_OVER = "passed_over"
 """Batches of stage 1, in all visits of a client, in which no sample had the modality that was training."""
 
 
+@make_init
 class Harmony(Clusters):
     r"""Two stages for clients with different sensors: a network per modality, then the fusion within clusters.
 
@@ -106,16 +105,11 @@ class Harmony(Clusters):
         ),
     )
 
-    def __init__(
-        self,
-        stage1: RoundCountOrShare = 2 / 3,
-        num_clusters: ClientCount = 3,
-        encoders: Parts | None = None,
-        heads: Parts | None = None,
-        weighting: WeightingName | None = "uniform",
-    ) -> None:
-        self.stage1, self.num_clusters = stage1, num_clusters
-        self.encoders, self.heads, self.weighting = encoders, heads, weighting
+    stage1: RoundCountOrShare = 2 / 3
+    num_clusters: ClientCount = 3
+    encoders: Parts | None = None
+    heads: Parts | None = None
+    weighting: WeightingName | None = "uniform"
 
     def check(self, setup: Setup) -> None:
         """Refuse modules without the parts, those that train blindly, and callbacks that work on one global model."""

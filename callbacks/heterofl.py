@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fedlightning.algorithm import WeightingName
-from fedlightning.callbacks.shared.partial_training import PartialTraining
+from fedlightning.callbacks.shared.partial_training import PartialTraining, Rates
+from fedlightning.ranges import make_init
 from fedlightning.wrappers.submodel import Units, first_units
 
 
+@make_init
 class HeteroFL(PartialTraining):
     r"""Clients train the same network at the width they can afford; each entry is averaged over those that hold it.
 
@@ -55,17 +55,13 @@ class HeteroFL(PartialTraining):
         {'layer.0.weight': (4, 32), 'layer.2.weight': (2, 4)}
     """
 
-    def __init__(
-        self,
-        rates: Sequence[float] | dict[str, float] = (1.0, 0.5, 0.25),
-        dynamic: bool = False,
-        scaler: bool = True,
-        masked_loss: bool = True,
-        static_bn: bool = True,
-        head: str | list[str] | None = None,
-        weighting: WeightingName | None = "uniform",
-    ) -> None:
-        super().__init__(rates, dynamic, scaler, masked_loss, static_bn, head, weighting)
+    rates: Rates = (1.0, 0.5, 0.25)
+    dynamic: bool = False
+    scaler: bool = True
+    masked_loss: bool = True
+    static_bn: bool = True
+    head: str | list[str] | None = None
+    weighting: WeightingName | None = "uniform"
 
     def units(self, rate: float, round: int, client: str, seed: int) -> Units:
         """Return the first `ceil(rate * width)` units of every layer, in every round and for every client."""

@@ -9,9 +9,7 @@ import torch
 
 from fedlightning.algorithm import Server, Setup, State
 from fedlightning.callbacks.fedamp import FLAT, PAPER_ALPHA, FedAMP
-from fedlightning.callbacks.shared.server_models import (
-    parameter_names,
-)
+from fedlightning.callbacks.shared.server_models import parameter_names
 from fedlightning.ranges import NonNegativeFloat, Share
 from fedlightning.tensors import to_row
 

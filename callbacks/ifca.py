@@ -25,17 +25,15 @@ from fedlightning.algorithm import (
     requires,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
-from fedlightning.callbacks.shared.server_models import (
-    NO_SERVER_STEP,
-    DifferentStarts,
-    another_start,
-)
-from fedlightning.ranges import Counts, NonNegativeFloat, PositiveFloat, Range, needs
+from fedlightning.callbacks.shared.server_models import NO_SERVER_STEP, DifferentStarts, another_start
+from fedlightning.ranges import Counts, NonNegativeFloat, PositiveFloat, Range, make_init, needs
 from fedlightning.tensors import add, first_nonfinite, select, ties
 
 GRADIENT = "gradient at the chosen centre"
 
 
+@needs("server_lr", "option", value=1, why="model averaging has no step of the server. Leave it out, or set option=1.")
+@make_init
 class IFCA(Clusters):
     """Iterative federated clustering: several models, of which each client trains the one that fits its data best.
 
@@ -85,24 +83,12 @@ class IFCA(Clusters):
 
     rank = -1  # the centre is chosen before others work on it
 
-    @needs(
-        "server_lr", "option", value=1, why="model averaging has no step of the server. Leave it out, or set option=1."
-    )
-    def __init__(
-        self,
-        num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg."), Counts("clients")] = 2,
-        option: Literal[1, 2] = 2,
-        server_lr: PositiveFloat = 0.1,
-        init: NonNegativeFloat | Literal["random"] = "random",
-        deploy_split: Literal["train", "val"] = "train",
-        weighting: WeightingName | None = "uniform",
-    ) -> None:
-        self.num_clusters = num_clusters
-        self.option = option
-        self.server_lr = server_lr
-        self.init = init
-        self.deploy_split = deploy_split
-        self.weighting = weighting
+    num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg."), Counts("clients")] = 2
+    option: Literal[1, 2] = 2
+    server_lr: PositiveFloat = 0.1
+    init: NonNegativeFloat | Literal["random"] = "random"
+    deploy_split: Literal["train", "val"] = "train"
+    weighting: WeightingName | None = "uniform"
 
     @property
     def facts(self) -> Facts:

@@ -26,12 +26,13 @@ from fedlightning.algorithm import (
     requires,
 )
 from fedlightning.callbacks.shared.steps import largest_lr
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, make_init
 from fedlightning.tensors import entry_kinds, has_mean, interpolate, select
 
 MEAN_MODEL = Need("pulls the clients towards the mean of their models", ("server_step", "on_reduced", "reduce"))
 
 
+@make_init
 class L2GD(FederatedCallback):
     """Loopless local gradient descent: a shared coin decides between a local step and a step towards the mean.
 
@@ -91,15 +92,9 @@ class L2GD(FederatedCallback):
             newcomers=Newcomers(join=True),
         )
 
-    def __init__(
-        self,
-        lam: Annotated[float, Range("[0, inf)", "0 is training alone.")] = 1.0,
-        p: Annotated[float, Range("(0, 1)", "Use Local() for p=0; p=1 trains nothing.")] = 0.1,
-        weighting: WeightingName | None = "uniform",
-    ) -> None:
-        self.lam = lam
-        self.p = p
-        self.weighting = weighting
+    lam: Annotated[float, Range("[0, inf)", "0 is training alone.")] = 1.0
+    p: Annotated[float, Range("(0, 1)", "Use Local() for p=0; p=1 trains nothing.")] = 0.1
+    weighting: WeightingName | None = "uniform"
 
     def check(self, setup: Setup) -> None:
         """Refuse several optimizers and a step past the mean.

@@ -6,13 +6,15 @@ from typing import Annotated
 
 from fedlightning.algorithm import Facts, Plan, Server, Update, requires
 from fedlightning.callbacks.shared.gossip import Gossip, of_a_random_graph
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, make_init
 from fedlightning.topology import MixingWeights, Topology
 
 EARLIER = "mixing"
 """Tag of a round's visits before its last."""
 
 
+@of_a_random_graph
+@make_init
 class LDSGD(Gossip):
     """Local D-SGD: in a round each client takes local steps alone, then some steps that each end in an average of neighbours.
 
@@ -45,20 +47,11 @@ class LDSGD(Gossip):
         True
     """
 
-    @of_a_random_graph
-    def __init__(
-        self,
-        topology: Topology = "ring",
-        weights: MixingWeights = "metropolis",
-        edge_probability: float = 0.5,
-        graph_seed: int = 0,
-        i2: Annotated[int, Range("[1, inf)", "Use Local for no average of neighbours.")] = 2,
-    ) -> None:
-        self.topology = topology
-        self.weights = weights
-        self.edge_probability = edge_probability
-        self.graph_seed = graph_seed
-        self.i2 = i2
+    topology: Topology = "ring"
+    weights: MixingWeights = "metropolis"
+    edge_probability: float = 0.5
+    graph_seed: int = 0
+    i2: Annotated[int, Range("[1, inf)", "Use Local for no average of neighbours.")] = 2
 
     @property
     def facts(self) -> Facts:

@@ -12,7 +12,7 @@ from fedlightning.algorithm import NEWCOMER, Change, Client, Facts, Job, Message
 from fedlightning.callbacks.checkpoints import is_better, monitored
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.partial import other_names, part_names
-from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, at_most_one, needs
+from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, at_most_one, make_init, needs
 from fedlightning.tensors import select
 
 ADAPTED = "adapted"
@@ -98,6 +98,10 @@ class AdaptsAtEnd(KeepsModel):
         self.keep(client)
 
 
+@at_most_one("head", "num_layers", why="it counts the layers where none are named. Use one of them.")
+@needs(("head", "num_layers"), "part", why="all is adapted. Set part='head' or 'body'.")
+@needs(("monitor", "mode"), "keep_if_better", why="the adapted model is kept anyway. Use keep_if_better=True.")
+@make_init
 class LocalAdaptation(AdaptsAtEnd):
     """Local adaptation: after the federation every client fine-tunes its copy of the global model.
 
@@ -134,24 +138,14 @@ class LocalAdaptation(AdaptsAtEnd):
         ['2.weight', '2.bias']
     """
 
-    @at_most_one("head", "num_layers", why="it counts the layers where none are named. Use one of them.")
-    @needs(("head", "num_layers"), "part", why="all is adapted. Set part='head' or 'body'.")
-    @needs(("monitor", "mode"), "keep_if_better", why="the adapted model is kept anyway. Use keep_if_better=True.")
-    def __init__(
-        self,
-        epochs: NonNegativeInt = 4,
-        part: Part = "all",
-        head: str | list[str] | None = None,
-        num_layers: PositiveInt = 1,
-        lr_factor: PositiveFloat = 1.0,
-        keep_if_better: bool = False,
-        monitor: str = "val_loss",
-        mode: Literal["min", "max"] = "min",
-    ) -> None:
-        self.epochs, self.part, self.head, self.num_layers, self.lr_factor = epochs, part, head, num_layers, lr_factor
-        self.keep_if_better = keep_if_better
-        self.monitor = monitor
-        self.mode = mode
+    epochs: NonNegativeInt = 4
+    part: Part = "all"
+    head: str | list[str] | None = None
+    num_layers: PositiveInt = 1
+    lr_factor: PositiveFloat = 1.0
+    keep_if_better: bool = False
+    monitor: str = "val_loss"
+    mode: Literal["min", "max"] = "min"
 
     @property
     def facts(self) -> Facts:  # type: ignore[override]

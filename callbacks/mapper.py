@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import Change, Client, Phase, Stage, State, WeightingName, requires
 from fedlightning.callbacks.own_models import KeepsModel
-from fedlightning.ranges import Length, PositiveInt, RoundCountOrShare, Share
+from fedlightning.ranges import Length, PositiveInt, RoundCountOrShare, Share, make_init
 from fedlightning.tensors import clone, entry_kinds, interpolate, load_state, module_state, select, ties
 
 
+@make_init
 class MAPPER(KeepsModel):
     r"""Model interpolation: each client deploys its best mixture of a local model and the global one.
 
@@ -64,19 +65,11 @@ class MAPPER(KeepsModel):
         requires=[requires.AutomaticOptimization("takes gradients at a mixture", "Use Ditto.")],
     )
 
-    def __init__(
-        self,
-        grid: Annotated[Sequence[Share], Length(different=True, note="Shares of the local model.")] = (0.25, 0.5, 0.75),
-        global_steps: PositiveInt | None = None,
-        choose_on: Literal["train", "val"] = "train",
-        warmup: RoundCountOrShare = 0.5,
-        weighting: WeightingName | None = "uniform",
-    ) -> None:
-        self.grid = grid
-        self.global_steps = global_steps
-        self.choose_on = choose_on
-        self.warmup = warmup
-        self.weighting = weighting
+    grid: Annotated[Sequence[Share], Length(different=True, note="Shares of the local model.")] = (0.25, 0.5, 0.75)
+    global_steps: PositiveInt | None = None
+    choose_on: Literal["train", "val"] = "train"
+    warmup: RoundCountOrShare = 0.5
+    weighting: WeightingName | None = "uniform"
 
     # -- one visit -----------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:

@@ -29,10 +29,8 @@ from fedlightning.algorithm import (
     requires,
     warn,
 )
-from fedlightning.callbacks.shared.server_models import (
-    one_visit,
-)
-from fedlightning.ranges import NonNegativeFloat, Range
+from fedlightning.callbacks.shared.server_models import one_visit
+from fedlightning.ranges import NonNegativeFloat, Range, make_init
 from fedlightning.tensors import clone, interpolate, module_state, select
 
 ALONE = "alone"
@@ -46,6 +44,7 @@ FAR = 20.0
 ONE_MODEL = Need("weighs the changes that clients make to one model", (Change.START, "reduce", "on_reduced"))
 
 
+@make_init
 class MaxFL(FederatedCallback):
     r"""Global model appeal: a model that as many clients as possible find better than what they reach alone.
 
@@ -84,13 +83,9 @@ class MaxFL(FederatedCallback):
         [0.25, 0.1966, 0.1966]
     """
 
-    def __init__(
-        self,
-        server_lr: Annotated[float, Range("(0, inf)", "1 takes the mean.")] = 1.0,
-        eps: NonNegativeFloat = 1e-6,
-        alone: Annotated[int, Range("[1, inf)", "A requirement comes from a model that has trained.")] | None = None,
-    ) -> None:
-        self.server_lr, self.eps, self.alone = server_lr, eps, alone
+    server_lr: Annotated[float, Range("(0, inf)", "1 takes the mean.")] = 1.0
+    eps: NonNegativeFloat = 1e-6
+    alone: Annotated[int, Range("[1, inf)", "A requirement comes from a model that has trained.")] | None = None
 
     def weighting(self, server: Server, update: Update) -> float:
         """Return `q_i`, which the client has sent."""

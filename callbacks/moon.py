@@ -16,10 +16,11 @@ from fedlightning.callbacks.shared.representations import (
     head_path,
     teacher_features,
 )
-from fedlightning.ranges import PositiveFloat, Range
+from fedlightning.ranges import PositiveFloat, Range, make_init
 from fedlightning.wrappers import FeatureTap
 
 
+@make_init
 class MOON(FederatedCallback):
     """Model-contrastive learning: representations are drawn to the global model's, away from the client's last ones.
 
@@ -63,17 +64,10 @@ class MOON(FederatedCallback):
 
     facts = Facts(keeps=True)
 
-    def __init__(
-        self,
-        mu: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 1.0,
-        temperature: PositiveFloat = 0.5,
-        head: str | list[str] | None = None,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.mu = mu
-        self.temperature = temperature
-        self.head = head
-        self.weighting = weighting
+    mu: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 1.0
+    temperature: PositiveFloat = 0.5
+    head: str | list[str] | None = None
+    weighting: WeightingName | None = None
 
     def claims(self, role: str) -> bool:
         """Decline the loss term where ``mu = 0``."""

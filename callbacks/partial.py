@@ -9,11 +9,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Server, Setup, WeightingName, requires
-from fedlightning.callbacks.shared.server_models import (
-    no_model,
-)
+from fedlightning.callbacks.shared.server_models import no_model
 from fedlightning.layers import as_names, expand, head_names, ordered_layers
-from fedlightning.ranges import PositiveInt, at_most_one
+from fedlightning.ranges import PositiveInt, at_most_one, make_init
 
 
 class Body(requires.Requirement):
@@ -40,6 +38,8 @@ class KeepsSomething(requires.Requirement):
         return f"changes nothing beside {', '.join(others)}: what it keeps with the clients does not travel anyway"
 
 
+@at_most_one("personal", "num_layers", why="it counts the layers where none are named. Use one of them.")
+@make_init
 class FedPer(FederatedCallback):
     """A shared body and a personal head.
 
@@ -65,16 +65,9 @@ class FedPer(FederatedCallback):
 
     facts = Facts(requires=[Body(of="head_names"), KeepsSomething()], mixes_architectures=True)
 
-    @at_most_one("personal", "num_layers", why="it counts the layers where none are named. Use one of them.")
-    def __init__(
-        self,
-        personal: str | list[str] | None = None,
-        num_layers: PositiveInt = 1,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.personal = personal
-        self.num_layers = num_layers
-        self.weighting = weighting
+    personal: str | list[str] | None = None
+    num_layers: PositiveInt = 1
+    weighting: WeightingName | None = None
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
         """Return the names of everything but the personal part."""

@@ -20,10 +20,11 @@ from fedlightning.algorithm import (
     probes,
     requires,
 )
-from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, make_init
 from fedlightning.tensors import add, as_reals, clone, dense, load_state, module_state
 
 
+@make_init
 class PerFedAvg(FederatedCallback):
     """Meta-learning: a global model that is good after one gradient step on a client's own data.
 
@@ -81,19 +82,11 @@ class PerFedAvg(FederatedCallback):
         ],
     )
 
-    def __init__(
-        self,
-        alpha: NonNegativeFloat = 0.01,
-        variant: Literal["HF", "FO", "exact"] = "HF",
-        delta: PositiveFloat = 1e-3,
-        adaptation_steps: NonNegativeInt = 1,
-        weighting: WeightingName | None = "uniform",
-    ) -> None:
-        self.alpha = alpha
-        self.variant = variant
-        self.delta = delta
-        self.adaptation_steps = adaptation_steps
-        self.weighting = weighting
+    alpha: NonNegativeFloat = 0.01
+    variant: Literal["HF", "FO", "exact"] = "HF"
+    delta: PositiveFloat = 1e-3
+    adaptation_steps: NonNegativeInt = 1
+    weighting: WeightingName | None = "uniform"
 
     def check(self, setup: Setup) -> None:
         """Refuse the Hessian-free variant for parameters of too few digits."""

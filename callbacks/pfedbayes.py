@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fedlightning.algorithm import Change, Client, Need, Phase, Server, State, WeightingName, requires
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.shared.steps import step_to_mean
-from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range, make_init
 from fedlightning.tensors import dense, load_state
 from fedlightning.wrappers import AddedParametersMixin, mix, mixins_of
 
@@ -51,6 +51,7 @@ ROUNDING = 64.0
 """Differences of `q_i` and `w_i` up to so many units in the last place are rounding."""
 
 
+@make_init
 class pFedBayes(KeepsModel):
     r"""Personalised federated learning by variational inference: every weight is a Gaussian, with a common prior.
 
@@ -118,23 +119,13 @@ class pFedBayes(KeepsModel):
         ],
     )
 
-    def __init__(
-        self,
-        zeta: NonNegativeFloat = 0.1,
-        personal_steps: PositiveInt = 1,
-        global_lr: Annotated[float, Range("(0, inf)", "With 0 w would never move.")] = 0.1,
-        server_lr: NonNegativeFloat = 1.0,
-        rho: Annotated[float, Range("(-inf, inf)", "softplus(rho) is a standard deviation.")] = -3.0,
-        noise: NonNegativeFloat = 1.0,
-        weighting: WeightingName | None = "uniform",
-    ) -> None:
-        self.zeta = zeta
-        self.personal_steps = personal_steps
-        self.global_lr = global_lr
-        self.server_lr = server_lr
-        self.rho = rho
-        self.noise = noise
-        self.weighting = weighting
+    zeta: NonNegativeFloat = 0.1
+    personal_steps: PositiveInt = 1
+    global_lr: Annotated[float, Range("(0, inf)", "With 0 w would never move.")] = 0.1
+    server_lr: NonNegativeFloat = 1.0
+    rho: Annotated[float, Range("(-inf, inf)", "softplus(rho) is a standard deviation.")] = -3.0
+    noise: NonNegativeFloat = 1.0
+    weighting: WeightingName | None = "uniform"
 
     def claims(self, role: str) -> bool:
         """Decline the server step where `b = 1`."""

@@ -13,20 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from fedlightning.algorithm import (
-    Client,
-    Job,
-    Message,
-    Plan,
-    Server,
-    Setup,
-    State,
-    Update,
-    Wire,
-    address,
-    probes,
-    warn,
-)
+from fedlightning.algorithm import Client, Job, Message, Plan, Server, Setup, State, Update, Wire, address, probes, warn
 from fedlightning.callbacks.shared.blocks import (
     BLOCKS,
     Part,
@@ -49,7 +36,15 @@ from fedlightning.callbacks.shared.blocks import (
 from fedlightning.callbacks.shared.distillation import PublicLogits, both_classes, inputs_of, kl, logits_of
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of
 from fedlightning.callbacks.shared.server_models import SharesPredictions
-from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range, idle_with
+from fedlightning.ranges import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    idle_with,
+    make_init,
+)
 from fedlightning.tensors import first_nonfinite, load_state
 from fedlightning.wrappers import FeatureTap
 
@@ -183,6 +178,9 @@ def _activations(net: nn.Module, batch: Any) -> Tensor:
     return torch.cat([part.flatten(1) for part in net.activations(inputs_of(batch))], dim=1)
 
 
+@idle_with("temperature", "labels", True, "NT-Xent is for data without labels. Leave it out, or use labels=False.")
+@idle_with("noise", "labels", True, "views are for data without labels. Leave it out, or use labels=False.")
+@make_init
 class pFedHR(SharesPredictions):
     """Heterogeneous model reassembly: parts of all clients' networks make each client a teacher.
 
@@ -244,48 +242,30 @@ class pFedHR(SharesPredictions):
 
     facts = SharesPredictions.facts.extend(requires=[PublicLogits(labels="labels")])
 
-    @idle_with("temperature", "labels", True, "NT-Xent is for data without labels. Leave it out, or use labels=False.")
-    @idle_with("noise", "labels", True, "views are for data without labels. Leave it out, or use labels=False.")
-    def __init__(
-        self,
-        lam: NonNegativeFloat = 0.1,
-        num_groups: PositiveInt = 2,
-        num_candidates: PositiveInt = 4,
-        depths: tuple[int, int] = (4, 6),
-        fine_tune_epochs: NonNegativeInt = 3,
-        fine_tune_lr: PositiveFloat = 1e-3,
-        batch_size: Annotated[int, Range("[2, inf)")] | None = 8,
-        labels: bool | None = None,
-        temperature: PositiveFloat = 0.5,
-        noise: NonNegativeFloat = 0.1,
-        grouping: Literal["medoids", "means"] = "medoids",
-        relu: bool = True,
-        tune_models: bool = False,
-        cka_samples: Annotated[int, Range("[2, inf)")] = 128,
-        max_stitch: PositiveInt = 10_000_000,
-        head: str | None = None,
-    ) -> None:
-        if len(depths) != 2 or not 1 <= depths[0] <= depths[1] or depths[1] < num_groups:
+    lam: NonNegativeFloat = 0.1
+    num_groups: PositiveInt = 2
+    num_candidates: PositiveInt = 4
+    depths: tuple[int, int] = (4, 6)
+    fine_tune_epochs: NonNegativeInt = 3
+    fine_tune_lr: PositiveFloat = 1e-3
+    batch_size: Annotated[int, Range("[2, inf)")] | None = 8
+    labels: bool | None = None
+    temperature: PositiveFloat = 0.5
+    noise: NonNegativeFloat = 0.1
+    grouping: Literal["medoids", "means"] = "medoids"
+    relu: bool = True
+    tune_models: bool = False
+    cka_samples: Annotated[int, Range("[2, inf)")] = 128
+    max_stitch: PositiveInt = 10_000_000
+    head: str | None = None
+
+    def __post_init__(self) -> None:
+        least, most = self.depths if len(self.depths) == 2 else (0, 0)
+        if not 1 <= least <= most or most < self.num_groups:
             raise ValueError(
-                f"pFedHR got depths={depths} with num_groups={num_groups}. Give the least and the most blocks of a "
+                f"pFedHR got depths={self.depths} with num_groups={self.num_groups}. Give the least and the most blocks of a "
                 "candidate; it has one of every group at least."
             )
-        self.lam = lam
-        self.num_groups = num_groups
-        self.num_candidates = num_candidates
-        self.depths = depths
-        self.fine_tune_epochs = fine_tune_epochs
-        self.fine_tune_lr = fine_tune_lr
-        self.batch_size = batch_size
-        self.labels = labels
-        self.temperature = temperature
-        self.noise = noise
-        self.grouping = grouping
-        self.relu = relu
-        self.tune_models = tune_models
-        self.cka_samples = cka_samples
-        self.max_stitch = max_stitch
-        self.head = head
 
     def claims(self, role: str) -> bool:
         """Decline the loss term where it is 0."""

@@ -30,12 +30,9 @@ from fedlightning.algorithm import (
     requires,
 )
 from fedlightning.callbacks.shared.dealt import refuse_new_deal
-from fedlightning.callbacks.shared.representations import (
-    ClassLogits,
-    head_path,
-)
+from fedlightning.callbacks.shared.representations import ClassLogits, head_path
 from fedlightning.layers import expand
-from fedlightning.ranges import Length, NonNegativeFloat, Share, ShareBelowOne, needs
+from fedlightning.ranges import Length, NonNegativeFloat, Share, ShareBelowOne, make_init, needs
 from fedlightning.tensors import WeightedMean, module_state, narrow, widen
 from fedlightning.wrappers import FeatureTap
 
@@ -48,6 +45,8 @@ OWN_PRUNING = Need(
 OWN_LOSS = Need("trains clients on a loss without labels", ("training_loss",))
 
 
+@needs("lam", "guide", why="there is none to follow. Give one, or leave lam out.")
+@make_init
 class pFedKnow(FederatedCallback):
     r"""Labels at the server only: clients train pruned models on what the received model is sure of.
 
@@ -89,19 +88,13 @@ class pFedKnow(FederatedCallback):
 
     rank = 10  # after the terms of others, so that pruned weights have no gradient
 
-    @needs("lam", "guide", why="there is none to follow. Give one, or leave lam out.")
-    def __init__(
-        self,
-        server: str | None = None,
-        prune: ShareBelowOne | Annotated[list[ShareBelowOne], Length()] = 0.3,
-        threshold: Share = 0.95,
-        guide: str | None = None,
-        lam: NonNegativeFloat = 1.0,
-        head: str | list[str] | None = None,
-        weighting: WeightingName | None = "samples",
-    ) -> None:
-        self.server, self.prune, self.threshold = server, prune, threshold
-        self.guide, self.lam, self.head, self.weighting = guide, lam, head, weighting
+    server: str | None = None
+    prune: ShareBelowOne | Annotated[list[ShareBelowOne], Length()] = 0.3
+    threshold: Share = 0.95
+    guide: str | None = None
+    lam: NonNegativeFloat = 1.0
+    head: str | list[str] | None = None
+    weighting: WeightingName | None = "samples"
 
     @property
     def facts(self) -> Facts:

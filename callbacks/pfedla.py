@@ -10,13 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedlightning.algorithm import Job, Message, Server, State, Update, isolated
-from fedlightning.callbacks.shared.server_models import (
-    KeepsClientModels,
-    combine,
-    parameter_names,
-)
+from fedlightning.callbacks.shared.server_models import KeepsClientModels, combine, parameter_names
 from fedlightning.layers import partition
-from fedlightning.ranges import NonNegativeFloat, PositiveInt
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, make_init
 from fedlightning.tensors import clone, module_state, select, widen
 
 
@@ -62,6 +58,7 @@ class HyperNetwork(nn.Module):
         return torch.where(total > 0, positive / total.clamp_min(torch.finfo(total.dtype).tiny), even)
 
 
+@make_init
 class pFedLA(KeepsClientModels):
     """Layer-wise personalised aggregation whose weights a hypernetwork per client learns at the server.
 
@@ -112,17 +109,10 @@ class pFedLA(KeepsClientModels):
         (torch.Size([2, 3]), True)
     """
 
-    def __init__(
-        self,
-        hn_lr: NonNegativeFloat = 0.5,
-        embedding: PositiveInt = 100,
-        hidden: PositiveInt = 100,
-        normalise: Literal["softmax", "relu"] = "softmax",
-    ) -> None:
-        self.hn_lr = hn_lr
-        self.embedding = embedding
-        self.hidden = hidden
-        self.normalise = normalise
+    hn_lr: NonNegativeFloat = 0.5
+    embedding: PositiveInt = 100
+    hidden: PositiveInt = 100
+    normalise: Literal["softmax", "relu"] = "softmax"
 
     @property
     def key(self) -> str:

@@ -23,10 +23,11 @@ from fedlightning.algorithm import (
     requires,
 )
 from fedlightning.callbacks.shared.steps import step_to_mean
-from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range, make_init
 from fedlightning.tensors import clone, load_state, module_state
 
 
+@make_init
 class pFedMe(FederatedCallback):
     """Personal models held near a global one by Moreau envelopes; the global one follows them.
 
@@ -80,26 +81,19 @@ class pFedMe(FederatedCallback):
         ],
     )
 
-    def __init__(
-        self,
-        lam: Annotated[float, Range("(0, inf)", "With 0 w would never move.")] = 2.0,
-        inner_steps: PositiveInt = 5,
-        personal_lr: float = 0.05,
-        server_lr: NonNegativeFloat = 1.0,
-        all_clients: bool = False,
-        weighting: WeightingName | None = "uniform",
-    ) -> None:
-        if not 0.0 < personal_lr * lam < 2.0:
+    lam: Annotated[float, Range("(0, inf)", "With 0 w would never move.")] = 2.0
+    inner_steps: PositiveInt = 5
+    personal_lr: float = 0.05
+    server_lr: NonNegativeFloat = 1.0
+    all_clients: bool = False
+    weighting: WeightingName | None = "uniform"
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.personal_lr * self.lam < 2.0:
             raise ValueError(
-                f"pFedMe got personal_lr={personal_lr} and lam={lam}: theta diverges unless 0 < personal_lr * lam < 2. "
-                f"Use a personal_lr below {2 / lam:.3g}."
+                f"pFedMe got personal_lr={self.personal_lr} and lam={self.lam}: theta diverges unless 0 < personal_lr * lam "
+                f"< 2. Use a personal_lr below {2 / self.lam:.3g}."
             )
-        self.lam = lam
-        self.inner_steps = inner_steps
-        self.personal_lr = personal_lr
-        self.server_lr = server_lr
-        self.all_clients = all_clients
-        self.weighting = weighting
 
     @property
     def key(self) -> str:

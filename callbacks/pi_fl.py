@@ -77,6 +77,7 @@ from fedlightning.ranges import (
     Share,
     at_most_one,
     idle_with,
+    make_init,
     needs,
 )
 from fedlightning.tensors import entry_kinds, select, ties, to_row
@@ -91,6 +92,13 @@ OF_ACCOUNTS = ("price", "tokens", "eta", "gamma", "charge_first_round")
 """Options that mean something with a ledger."""
 
 
+@idle_with(OF_ACCOUNTS, "ledger", False, "there are no accounts. Leave it out, or use ledger=True.")
+@idle_with("normalize", "importance", "matching", "its shares sum to 1 anyway. Leave it out.")
+@idle_with("gamma", "eta", 0.0, "nothing is refunded. Leave it out, or set eta.")
+@idle_with("threshold", "incentive", False, "nobody bids. Leave it out, or use incentive=True.")
+@needs("head", "pretrain_rounds", why="only the pre-training looks at classes. Leave it out, or set pretrain_rounds.")
+@at_most_one("init", "pretrain_rounds", why="the pre-training gives the clusters' start. Use one of them.")
+@make_init
 class PIFL(Clusters):
     r"""Clients pay tokens to train with a cluster that fits them, earn by what they contribute, and deploy a mixture.
 
@@ -154,45 +162,27 @@ class PIFL(Clusters):
 
     rank = -1  # the personal model is made before others work on it
 
-    @idle_with(OF_ACCOUNTS, "ledger", False, "there are no accounts. Leave it out, or use ledger=True.")
-    @idle_with("normalize", "importance", "matching", "its shares sum to 1 anyway. Leave it out.")
-    @idle_with("gamma", "eta", 0.0, "nothing is refunded. Leave it out, or set eta.")
-    @idle_with("threshold", "incentive", False, "nobody bids. Leave it out, or use incentive=True.")
-    @needs(
-        "head", "pretrain_rounds", why="only the pre-training looks at classes. Leave it out, or set pretrain_rounds."
-    )
-    @at_most_one("init", "pretrain_rounds", why="the pre-training gives the clusters' start. Use one of them.")
-    def __init__(
-        self,
-        num_clusters: ClientCount = 2,
-        performance_slots: PositiveInt | None = 8,
-        random_slots: NonNegativeInt = 2,
-        importance: Literal["accuracy", "matching"] = "accuracy",
-        threshold: Annotated[float, Range("[-1, 1)")] | Literal["mean"] = "mean",
-        normalize: bool = True,
-        split: Literal["train", "val"] = "train",
-        price: NonNegativeFloat = 1.0,
-        tokens: NonNegativeFloat | None = None,
-        eta: Share = 0.5,
-        gamma: Annotated[float, Range("(0, inf]")] = 0.1,
-        utility: Literal["local", "pooled", "gradient"] = "local",
-        monitor: str = "val_accuracy",
-        max_evaluations: PositiveInt = 100,
-        ledger: bool = True,
-        incentive: bool = True,
-        charge_first_round: bool = True,
-        pretrain_rounds: NonNegativeInt = 0,
-        head: str | None = None,
-        init: NonNegativeFloat | Literal["random"] = 0.0,
-        weighting: WeightingName | None = "samples",
-    ) -> None:
-        self.num_clusters, self.performance_slots, self.random_slots = num_clusters, performance_slots, random_slots
-        self.importance, self.threshold, self.split, self.init = importance, threshold, split, init
-        self.price, self.tokens, self.eta, self.gamma = price, tokens, eta, gamma
-        self.utility, self.monitor, self.max_evaluations = utility, monitor, max_evaluations
-        self.normalize, self.ledger, self.incentive = normalize, ledger, incentive
-        self.pretrain_rounds = pretrain_rounds
-        self.charge_first_round, self.head, self.weighting = charge_first_round, head, weighting
+    num_clusters: ClientCount = 2
+    performance_slots: PositiveInt | None = 8
+    random_slots: NonNegativeInt = 2
+    importance: Literal["accuracy", "matching"] = "accuracy"
+    threshold: Annotated[float, Range("[-1, 1)")] | Literal["mean"] = "mean"
+    normalize: bool = True
+    split: Literal["train", "val"] = "train"
+    price: NonNegativeFloat = 1.0
+    tokens: NonNegativeFloat | None = None
+    eta: Share = 0.5
+    gamma: Annotated[float, Range("(0, inf]")] = 0.1
+    utility: Literal["local", "pooled", "gradient"] = "local"
+    monitor: str = "val_accuracy"
+    max_evaluations: PositiveInt = 100
+    ledger: bool = True
+    incentive: bool = True
+    charge_first_round: bool = True
+    pretrain_rounds: NonNegativeInt = 0
+    head: str | None = None
+    init: NonNegativeFloat | Literal["random"] = 0.0
+    weighting: WeightingName | None = "samples"
 
     @property
     def _pays(self) -> bool:

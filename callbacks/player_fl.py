@@ -37,7 +37,7 @@ from fedlightning.callbacks.diagnostics.sensitivity import (
 from fedlightning.callbacks.diagnostics.sensitivity_terms import layers_sent
 from fedlightning.callbacks.shared.representations import refuse_classes
 from fedlightning.layers import ordered_layers, pieces, state_names
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, make_init
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.player_fl_stacked import StackedSensitivities
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 PROBE, COLLECT = "sensitivity", "federated layers"
 
 
+@make_init
 class PLayerFL(Stackable):
     r"""Layer-wise federation: the layers before the sensitivity's jump are shared, the others are personal.
 
@@ -88,23 +89,13 @@ class PLayerFL(Stackable):
 
     rank = -1  # gradients are measured before others replace or correct them
 
-    def __init__(
-        self,
-        threshold: Annotated[float, Range("(1, inf]", "F is cumulative, so every ratio is at least 1.")] = 1.05,
-        split: int | None = None,
-        shift: int = 0,
-        clamp: bool = False,
-        weights_only: bool = False,
-        order: list[str] | None = None,
-        weighting: WeightingName | None = None,
-    ) -> None:
-        self.threshold = threshold
-        self.split = split
-        self.shift = shift
-        self.clamp = clamp
-        self.weights_only = weights_only
-        self.order = order
-        self.weighting = weighting
+    threshold: Annotated[float, Range("(1, inf]", "F is cumulative, so every ratio is at least 1.")] = 1.05
+    split: int | None = None
+    shift: int = 0
+    clamp: bool = False
+    weights_only: bool = False
+    order: list[str] | None = None
+    weighting: WeightingName | None = None
 
     @property
     def facts(self) -> Facts:

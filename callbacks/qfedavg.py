@@ -22,7 +22,7 @@ from fedlightning.algorithm import (
     requires,
 )
 from fedlightning.callbacks.shared.server_models import parameter_names
-from fedlightning.ranges import PositiveFloat, Range
+from fedlightning.ranges import PositiveFloat, Range, make_init
 from fedlightning.tensors import widen
 
 EPS = 1e-10
@@ -36,6 +36,7 @@ LOSS_OF_WHAT_CAME = Need(
 )
 
 
+@make_init
 class QFedAvg(FederatedCallback):
     r"""q-FedAvg for q-FFL: clients with a large loss count more, so that accuracy is more even over the clients.
 
@@ -80,15 +81,9 @@ class QFedAvg(FederatedCallback):
         (4.0, 1.0)
     """
 
-    def __init__(
-        self,
-        q: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 0.01,
-        lipschitz: PositiveFloat | None = None,
-        shares: Literal["uniform", "samples"] = "uniform",
-    ) -> None:
-        self.q = q
-        self.lipschitz = lipschitz
-        self.shares = shares
+    q: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 0.01
+    lipschitz: PositiveFloat | None = None
+    shares: Literal["uniform", "samples"] = "uniform"
 
     @property
     def facts(self) -> Facts:

@@ -131,7 +131,7 @@ SOME_VISITS = 0.2
 """Share of visits in whose first epoch a batch is tried: of one batch, a trial costs more than the visit."""
 COVERED = Need(
     "covers with noise what a client learns from the batches of its training, and nothing else",
-    (Change.READS, Change.MIXES, "on_build", "training_batches"),
+    (Change.READS, "not by_record", "on_build", "training_batches"),
 )
 Vectors = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 

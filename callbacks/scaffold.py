@@ -27,10 +27,11 @@ from fedlightning.algorithm import (
     requires,
 )
 from fedlightning.callbacks.shared.steps import step_to_mean
-from fedlightning.ranges import NonNegativeFloat
+from fedlightning.ranges import NonNegativeFloat, make_init
 from fedlightning.tensors import add, clone, module_state, select, zeros_like
 
 
+@make_init
 class SCAFFOLD(FederatedCallback):
     """Stochastic controlled averaging: control variates correct the clients' drift.
 
@@ -78,15 +79,9 @@ class SCAFFOLD(FederatedCallback):
         tensor([12.])
     """
 
-    def __init__(
-        self,
-        option: Literal[1, 2] = 2,
-        server_lr: NonNegativeFloat = 1.0,
-        weighting: WeightingName | None = "uniform",
-    ) -> None:
-        self.option = option
-        self.server_lr = server_lr
-        self.weighting = weighting
+    option: Literal[1, 2] = 2
+    server_lr: NonNegativeFloat = 1.0
+    weighting: WeightingName | None = "uniform"
 
     @property
     def facts(self) -> Facts:

@@ -18,12 +18,14 @@ from fedlightning.algorithm import (
     warn,
 )
 from fedlightning.callbacks.checkpoints import ValidationScores, monitor_of
-from fedlightning.ranges import NonNegativeFloat, Range, at_least_one, needs
+from fedlightning.ranges import NonNegativeFloat, Range, at_least_one, make_init, needs
 
 Values = Mapping[str, float]
 """A metric's value by client."""
 
 
+@needs("min_samples", "criterion", value="worst client", why="no other leaves clients out. Set it, or leave this out.")
+@make_init
 class FederatedEarlyStopping(ModelSelection):
     """End the federation when the clients' validation scores have not improved for `patience` evaluations.
 
@@ -55,26 +57,13 @@ class FederatedEarlyStopping(ModelSelection):
         True
     """
 
-    @needs(
-        "min_samples", "criterion", value="worst client", why="no other leaves clients out. Set it, or leave this out."
-    )
-    def __init__(
-        self,
-        monitor: str = "val_loss",
-        stage: Literal["G", "L1", "L2"] = "L1",
-        mode: Literal["min", "max"] = "min",
-        patience: Annotated[int, Range("[1, inf)", "It counts evaluations.")] = 10,
-        min_delta: NonNegativeFloat = 0.0,
-        criterion: Literal["mean", "worst client", "share improved"] = "mean",
-        min_samples: Annotated[int, Range("[1, inf)", "It counts validation samples.")] = 20,
-    ) -> None:
-        self.monitor = monitor
-        self.stage = stage
-        self.mode = mode
-        self.patience = patience
-        self.min_delta = min_delta
-        self.criterion = criterion
-        self.min_samples = min_samples
+    monitor: str = "val_loss"
+    stage: Literal["G", "L1", "L2"] = "L1"
+    mode: Literal["min", "max"] = "min"
+    patience: Annotated[int, Range("[1, inf)", "It counts evaluations.")] = 10
+    min_delta: NonNegativeFloat = 0.0
+    criterion: Literal["mean", "worst client", "share improved"] = "mean"
+    min_samples: Annotated[int, Range("[1, inf)", "It counts validation samples.")] = 20
 
     @property
     def facts(self) -> Facts:
@@ -165,6 +154,8 @@ class FederatedEarlyStopping(ModelSelection):
         return values
 
 
+@at_least_one("max_megabytes", "max_seconds", "max_steps", why="it has no limit. Give it one of them.")
+@make_init
 class Budget(FederatedCallback):
     """End the federation before it has cost more than it may.
 
@@ -194,16 +185,9 @@ class Budget(FederatedCallback):
         newcomers=Newcomers(join=True),
     )
 
-    @at_least_one("max_megabytes", "max_seconds", "max_steps", why="it has no limit. Give it one of them.")
-    def __init__(
-        self,
-        max_megabytes: Annotated[float, Range("(0, inf)")] | None = None,
-        max_seconds: Annotated[float, Range("(0, inf)", "In virtual seconds.")] | None = None,
-        max_steps: Annotated[int, Range("[1, inf)")] | None = None,
-    ) -> None:
-        self.max_megabytes = max_megabytes
-        self.max_seconds = max_seconds
-        self.max_steps = max_steps
+    max_megabytes: Annotated[float, Range("(0, inf)")] | None = None
+    max_seconds: Annotated[float, Range("(0, inf)", "In virtual seconds.")] | None = None
+    max_steps: Annotated[int, Range("[1, inf)")] | None = None
 
     def on_round_end(self, server: Server) -> None:
         """End the run after this round or the next, if a further one would not fit."""

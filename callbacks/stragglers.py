@@ -7,16 +7,7 @@ from typing import Literal
 
 import torch
 
-from fedlightning.algorithm import (
-    POOLED,
-    Change,
-    ClientSelection,
-    Facts,
-    Job,
-    Server,
-    Setup,
-    generator,
-)
+from fedlightning.algorithm import POOLED, Change, ClientSelection, Facts, Job, Server, Setup, generator
 from fedlightning.ranges import Share
 
 

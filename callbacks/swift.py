@@ -8,7 +8,7 @@ import torch
 
 from fedlightning.algorithm import Facts, Need, Server, State, Update, requires
 from fedlightning.callbacks.shared.gossip import Gossip, mixed, of_a_random_graph
-from fedlightning.ranges import NonNegativeInt
+from fedlightning.ranges import NonNegativeInt, make_init
 from fedlightning.tensors import has_mean, narrow, widen
 from fedlightning.topology import MixingWeights, Topology
 
@@ -19,6 +19,8 @@ OWN_PACE = Need(
 )
 
 
+@of_a_random_graph
+@make_init
 class SWIFT(Gossip):
     """Wait-free decentralised SGD: every client at its own pace, with the latest models that it has of its neighbours.
 
@@ -66,22 +68,12 @@ class SWIFT(Gossip):
 
     loop = "WaitFree"
 
-    @of_a_random_graph
-    def __init__(
-        self,
-        topology: Topology = "ring",
-        weights: MixingWeights = "swift",
-        edge_probability: float = 0.5,
-        graph_seed: int = 0,
-        s: NonNegativeInt = 0,
-        fresh_only: bool = False,
-    ) -> None:
-        self.topology = topology
-        self.weights = weights
-        self.edge_probability = edge_probability
-        self.graph_seed = graph_seed
-        self.s = s
-        self.fresh_only = fresh_only
+    topology: Topology = "ring"
+    weights: MixingWeights = "swift"
+    edge_probability: float = 0.5
+    graph_seed: int = 0
+    s: NonNegativeInt = 0
+    fresh_only: bool = False
 
     @property
     def facts(self) -> Facts:

@@ -120,6 +120,16 @@ class FederatedDataModule(LightningDataModule, ABC):
         return ""
 
     @property
+    def input_names(self) -> list[str] | None:
+        """What each input of the network is, in order, where it has a name and all clients are to have the same."""
+        return None
+
+    @property
+    def named_by_file(self) -> dict[str, Any]:
+        """Options that the file here has decided, with their values: a site with another file may have others."""
+        return {}
+
+    @property
     def drifts(self) -> bool:
         """Whether the clients' training data change from round to round."""
         return False

@@ -1,6 +1,6 @@
 """scikit-learn's handwritten digits: real data that need no files and no network.
 
-Two or more modalities from scikit-learn's digits, which need no files.
+Parts of the images make two or more modalities.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""UCI-HAR: what thirty people do, from the sensors of a phone.
-
-KU-HAR: what ninety people do, from the sensors of a phone at the waist.
-"""
+"""What people do, from the sensors of a phone: UCI-HAR (thirty people) and KU-HAR (ninety, the phone at the waist)."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +15,8 @@ from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.image_files import ImageFiles
 from fedlightning.datamodules.labels import check_classes
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
-from fedlightning.ranges import ShareBelowOne, checked
+from fedlightning.errors import listed
+from fedlightning.ranges import Length, ShareBelowOne, checked
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".gif"})
 _IGNORED = frozenset({"thumbs.db", "desktop.ini"})
@@ -43,6 +44,7 @@ class ImageFolderDataModule(NaturalSites):
         transform: Maps an image to the model's input.
         cache: Keep decoded images in memory.
         val_seed: Seed of the validation cut alone. `None` is `seed`.
+        class_names: The folders of classes in their order, where a site may lack some of them.
         options: The other arguments of `IndexedFederatedDataModule`, by name.
 
     Raises:
@@ -79,13 +81,15 @@ class ImageFolderDataModule(NaturalSites):
         transform: Callable[[Tensor], Tensor] | None = None,
         cache: bool = False,
         val_seed: int | None = None,
+        class_names: Annotated[Sequence[str], Length(2, different=True)] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(root, batch_size, **options)
         self.size, self.val_seed = (int(size[0]), int(size[1])), val_seed
         self.val_fraction, self.test_fraction, self.group = val_fraction, test_fraction, group
         self.channels, self.transform, self.cache = channels, transform, cache
-        self.class_names: list[str] = []
+        self.class_names: list[str] = list(class_names or [])
+        self.classes = len(self.class_names) or None
         try:
             re.compile(group or "")
         except re.error as error:
@@ -101,9 +105,11 @@ class ImageFolderDataModule(NaturalSites):
     def read(self) -> SiteSamples:
         clients = in_order(path.name for path in self.root.iterdir() if path.is_dir() and not path.name.startswith("."))
         found = {client: _images(self.root / client) for client in clients}
-        self.class_names = sorted(
-            {name for splits in found.values() for images in splits.values() for name, _ in images}
-        )
+        here = sorted({name for splits in found.values() for images in splits.values() for name, _ in images})
+        if self.classes is None:
+            self.class_names = here
+        if other := [name for name in here if name not in self.class_names]:
+            raise ValueError(f"{self.root}: there are folders {listed(other)}, and class_names has {self.class_names}.")
         number = {name: place for place, name in enumerate(self.class_names)}
         paths: list[Path] = []
         labels: list[int] = []
@@ -117,6 +123,10 @@ class ImageFolderDataModule(NaturalSites):
         y, groups = np.array(labels, dtype=np.int64), self._groups(paths, held)
         check_classes(np.array(self.class_names)[y], str(self.root), "take other folders away")
         return SiteSamples(ImageFiles(paths, y, self.size, self.transform, self.channels, self.cache), held, y, groups)
+
+    @property
+    def named_by_file(self) -> dict[str, Any]:
+        return {"class_names": self.class_names} if self.classes is None else {}
 
     def _groups(self, paths: list[Path], held: Mapping[str, Mapping[str, np.ndarray]]) -> np.ndarray | None:
         """Return the group of each image, or `None`; refuse groups at two clients or in two given splits."""

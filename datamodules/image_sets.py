@@ -1,12 +1,6 @@
 """The base of image data sets: official files read as bytes, made floats batch by batch.
 
-Image data sets in MNIST's format (IDX): MNIST, FashionMNIST, EMNIST.
-
-CIFAR-10.
-
-Image sets that torchvision reads: CIFAR-100 and SVHN.
-
-Image data sets read from their official files: MNIST, FashionMNIST, EMNIST, CIFAR-10.
+MNIST, FashionMNIST and EMNIST (in the IDX format) and CIFAR-10 are read here, CIFAR-100 and SVHN by torchvision.
 """
 
 from __future__ import annotations

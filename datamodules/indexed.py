@@ -43,7 +43,7 @@ WHOLE_ORDER = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRa
 def resident_batches(loader: Any, device: torch.device) -> ResidentBatches | SampledBatches | None:
     """Return the batches of `loader` made by indexing, or `None` if only the loader itself can make them.
 
-    The loader must be a plain `DataLoader` over whole tensors in memory (`in_memory.rows_of`), without workers and with
+    The loader must be a plain `DataLoader` over whole tensors in memory (`views.rows_of`), without workers and with
     this package's collate function or torch's. Its samplers may be any: they are asked for their indices as the loader
     asks them.
 

@@ -113,6 +113,11 @@ class Partitioned(IndexedFederatedDataModule):
             if isinstance(value, type | str | int):
                 given = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
                 raise ValueError(f"Partitioned got {given} for its {kind}. Pass an instance.")
+        if not hasattr(datamodule, "train_dataloader"):
+            raise ValueError(
+                f"Partitioned got {type(datamodule).__name__} as datamodule. Pass a LightningDataModule, then the "
+                "partitioner; of a dataset: LightningDataModule.from_datasets(dataset, batch_size=32)."
+            )
         refuse_drift(self, datamodule)
         self.public_fraction = share_of(self, public, public_fraction)
         self.datamodule, self.partitioner, self.labels = datamodule, partitioner, labels

@@ -186,7 +186,7 @@ def plot_partition(
         >>> from fedlightning.datamodules import plot_partition
         >>> figure = plot_partition([[0, 1, 2], [3]], labels=[0, 0, 1, 1])
         >>> figure.axes[0].get_title()
-        '2 clients, smallest 1 samples, mean TV distance 0.33'
+        '2 clients, the smallest has 1 sample, mean TV distance of labels 0.33'
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -219,7 +219,9 @@ def plot_partition(
     axes.set_xlabel(axis)
     axes.set_ylabel("samples")
     axes.spines[["top", "right"]].set_visible(False)
-    words = f"{clients} {axis}s, smallest {report.min_size} samples, mean TV distance {report.mean_total_variation:.2f}"
+    words = f"{clients} {axis}s, the smallest has {report.min_size} sample{'s' if report.min_size != 1 else ''}"
+    if classes > 1:
+        words += f", mean TV distance of labels {report.mean_total_variation:.2f}"
     axes.set_title(words if title is None else title, fontsize=10)
     if 1 < classes <= 30:
         handles, names = axes.get_legend_handles_labels()

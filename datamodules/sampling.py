@@ -1,8 +1,7 @@
 """Batch order by address: which samples form which batch is a function of (seed, client, round, epoch) alone.
 
-Random generators that samplers and datasets keep for themselves, and that would go on from visit to visit.
-
-Loaders whose datasets give whole batches (`batch_size=None`), and the samples in any loader.
+Generators that samplers and datasets keep for themselves would go on from visit to visit; they are found and put back.
+Loaders whose datasets give whole batches (`batch_size=None`) are counted by the samples in these.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Synthetic(alpha, beta): clients whose points and labels come from models of their own, as many as are wanted.
 
-Synthetic(alpha, beta) as FedProx and LEAF publish it: thirty devices with log-normal sizes.
-
-Samples that are written in the configuration: a few numbers for each client, for runs whose result is known on paper.
+FedProx and LEAF publish it with thirty devices of log-normal sizes. Beside it there are samples that are written in the
+configuration: a few numbers for each client, for runs whose result is known on paper.
 """
 
 from __future__ import annotations

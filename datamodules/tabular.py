@@ -198,6 +198,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         self._form = Form(delimiter, decimal, encoding)
         self.feature_names: list[str] = []
         self._scaled_by_rows: list[str] = []
+        self._named_by_file: dict[str, Any] = {}
         self.class_names: list[str] | None = None
         self._divides = self.partitioner
 
@@ -289,6 +290,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                 raise ValueError(f"{self.path}: all rows have {self.target!r} = {found[0]}; there is nothing to learn.")
             check_classes(values, f"{self.path}, column {self.target!r}", "name them all by classes=[...]")
             self.class_names = [str(name) if numbers is None else f"{name:g}" for name in found.tolist()]
+            self._named_by_file["classes"] = self.class_names
             return torch.from_numpy(classes.astype(np.int64)), classes.astype(np.int64)
         if numbers is None:
             raise ValueError(f"{self.path}: {self.target!r} holds words; a regression needs numbers.")
@@ -350,6 +352,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                 refuse_other_numbers(self.path, column, f"give categorical: [{name}]")
             if column.numbers is None or name in self.categorical:
                 cells = np.array(column.cells)[kept]
+                self._named_by_file.setdefault("categories", {})[name] = levels_of(column)
                 for level in levels_of(column):
                     self.feature_names.append(f"{name}={level}")
                     columns.append((cells == level).astype(np.float64))
@@ -390,6 +393,16 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             f"{self._scaled_by_rows[0]!r} is scaled by the mean and deviation of all rows of a client (scale: local). Give "
             "statistics of a public sample for such columns, or scale: none."
         )
+
+    @property
+    def input_names(self) -> list[str] | None:
+        return (
+            self.feature_names if self.wanted_statistics is None else None
+        )  # these tell of columns and words themselves
+
+    @property
+    def named_by_file(self) -> dict[str, Any]:
+        return self._named_by_file
 
     @property
     def wanted_statistics(self) -> dict[str, Any] | None:

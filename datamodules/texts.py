@@ -17,6 +17,8 @@ from fedlightning.ranges import PositiveInt, checked
 
 IGNORED = -100
 """Label of a token that is no target, as in transformers."""
+OTHERS = ("token_type_ids", "position_ids", "decoder_input_ids", "decoder_attention_mask")
+"""Columns of a tokenized row that go into its batch too, padded with 0."""
 
 
 class ByteTokenizer:
@@ -42,8 +44,9 @@ class ByteTokenizer:
 class TextDataModule(LoaderDataModule):
     """Each client's texts as dict batches for transformers: `input_ids`, `attention_mask`, `labels`.
 
-    A row is a dict, of a list or of a `datasets.Dataset`. It has `input_ids` already (and `labels`), or texts for the
-    tokenizer:
+    A row is a dict, of a list or of a `datasets.Dataset`. It has `input_ids` already, with `labels` or `label` (else every
+    token is a target), and what a tokenizer puts beside them; where its `attention_mask` is 0 it is padding, which is taken
+    away. Or it has texts for the tokenizer:
 
     * `text` and `label`: a class of each text; `label` is a whole number.
     * `text` alone: a language model's; every token is a target. With `packing` the texts follow each other, with an end of
@@ -130,7 +133,7 @@ class TextDataModule(LoaderDataModule):
 
     def _row(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
         if "input_ids" in row:
-            return dict(row)
+            return _without_padding(row)
         if self.tokenizer is None or not ("text" in row or {"prompt", "response"} <= set(row)):
             way = (
                 "give a tokenizer"
@@ -147,6 +150,24 @@ class TextDataModule(LoaderDataModule):
         return {"input_ids": tokens, "labels": row["label"]} if "label" in row else {"input_ids": tokens + end}
 
 
+def _without_padding(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tokenized row as plain numbers: without texts and padding, its class among `labels`."""
+    plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
+    if "label" in plain:
+        plain.setdefault("labels", plain.pop("label"))
+    tokens, labels = plain["input_ids"], plain.get("labels")
+    padding = {place for place, kept in enumerate(plain.get("attention_mask", ())) if not kept}
+    along = {"input_ids", "attention_mask", *OTHERS[:2]}
+    # a decoder's labels are of another length, or happen to be of this one
+    if isinstance(labels, list) and len(labels) == len(tokens):
+        along |= {"labels"} if all(labels[place] in (IGNORED, tokens[place]) for place in padding) else set()
+    return {
+        name: [token for place, token in enumerate(value) if place not in padding] if name in along else value
+        for name, value in plain.items()
+        if not isinstance(value, str)
+    }
+
+
 def cut(value: Any, length: int) -> Any:
     """Return a list of tokens cut to a length; anything else as it is."""
     return value[:length] if isinstance(value, list) else value
@@ -160,9 +181,9 @@ def pad_rows(rows: list[dict[str, Any]], pad: int) -> dict[str, Tensor]:
         >>> batch["labels"].tolist(), batch["attention_mask"].tolist()
         ([[5, 6], [7, -100]], [[1, 1], [1, 0]])
     """
-    length = max(len(row["input_ids"]) for row in rows)
 
     def padded(values: list[list[int]], filling: int) -> Tensor:
+        length = max(map(len, values))
         return torch.tensor([[*value, *[filling] * (length - len(value))] for value in values])
 
     tokens = [list(row["input_ids"]) for row in rows]
@@ -170,7 +191,8 @@ def pad_rows(rows: list[dict[str, Any]], pad: int) -> dict[str, Tensor]:
     return {
         "input_ids": padded(tokens, pad),
         "attention_mask": padded([[1] * len(row) for row in tokens], 0),
+        **{name: padded([list(row[name]) for row in rows], 0) for name in OTHERS if name in rows[0]},
         "labels": torch.tensor(labels)
-        if isinstance(labels[0], int)
+        if isinstance(labels[0], int | float)
         else padded([list(row) for row in labels], IGNORED),
     }

@@ -46,6 +46,14 @@ class WrappedDataModule(FederatedDataModule):
         return self.whole.coupled_records
 
     @property
+    def input_names(self) -> list[str] | None:
+        return self.whole.input_names
+
+    @property
+    def named_by_file(self) -> dict[str, Any]:
+        return self.whole.named_by_file
+
+    @property
     def drifts(self) -> bool:
         return self.whole.drifts
 

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from multiprocessing import get_all_start_methods
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,16 @@ def listed(names: Iterable[object], most: int = 5) -> str:
     everything = [str(name) for name in names]
     more = f" and {len(everything) - most} more" if len(everything) > most else ""
     return f"{', '.join(everything[:most])}{more}" or "none"
+
+
+def count_of(things: Sized, name: str) -> str:
+    """Return how many things there are, in words.
+
+    Example:
+        >>> count_of("a", "seed"), count_of("ab", "seed")
+        ('1 seed', '2 seeds')
+    """
+    return f"{len(things)} {name}{'s' if len(things) != 1 else ''}"
 
 
 def users_line(error: BaseException) -> str:

@@ -58,6 +58,7 @@ Clients = Annotated[float, Range("(0, 1]", "A float is a share of the clients, a
 HeldOut = Annotated[
     float, Range("[0, 1)", "A float is a share of the clients, an int a number of them, a list their ids.")
 ]
+OF_A_CLASS = Instance()
 VISITS = Instance("It says when clients are visited; what trains inside a visit is local_loop.")
 Decay = Annotated[float, Range("(0, 10]", "A factor per round, such as 0.99.")]
 Gigabytes = Annotated[float, Range("[0, inf)", "0 keeps all but one on disk.")]
@@ -166,7 +167,7 @@ class FederatedTrainer:
         local_steps: Count | None = None,
         participation: Count | Clients = 1.0,
         held_out: Natural | HeldOut | list[str | int] | None = None,
-        seed: Seeds | int = 0,
+        seed: Annotated[Seeds, OF_A_CLASS] | int = 0,
         optimizer_state: Literal["reset", "keep"] | None = None,
         lr_decay: Decay = 1.0,
         float_buffers: Literal["average", "local", "server"] = "average",
@@ -177,8 +178,8 @@ class FederatedTrainer:
         local_loop: Literal["auto", "trainer", "fast"] = "auto",
         client_memory_gb: Gigabytes | None = None,
         init_from: str | Path | None = None,
-        failures: FailurePolicy | Literal["skip", "retry", "stop"] = "skip",
-        evaluation: Evaluation | int = 1,
+        failures: Annotated[FailurePolicy, OF_A_CLASS] | Literal["skip", "retry", "stop"] = "skip",
+        evaluation: Annotated[Evaluation, OF_A_CLASS] | int = 1,
         logger: Logger | Iterable[Logger] | bool | None = True,
         log_clients: bool | list[str | int] = False,
         name: str = "federation",

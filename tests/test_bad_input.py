@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -64,7 +65,9 @@ ARGUMENTS = [
     ({"max_time": {"seconds": -1}}, "max_time={'seconds': -1} is no time"),
     ({"max_rounds": None}, "max_rounds=None. Use a whole number"),
     ({"participation": float("nan")}, "participation=nan. Use .* It must be finite"),
-    ({"seed": None}, "Seeds got run=None. Use a whole number"),
+    ({"seed": None}, "FederatedTrainer got seed=None. Use a Seeds, or a whole number"),
+    ({"evaluation": None}, "FederatedTrainer got evaluation=None. Use an Evaluation, or a whole number"),
+    ({"failures": None}, "FederatedTrainer got failures=None. Use a FailurePolicy, or 'skip', 'retry' or 'stop'"),
     ({"name": None}, "name=None. Use a text"),
     ({"version": 3}, "version=3. Use a text"),
     ({"default_root_dir": None}, "default_root_dir=None must be the path"),
@@ -95,7 +98,9 @@ def test_arguments(arguments, sentence):
     ("args", "given", "sentence"),
     [
         ((), {"max_round": 3}, "^FederatedTrainer has no argument 'max_round'. Did you mean max_rounds?"),
-        ((), {"gpus": 3}, "no argument 'gpus'. It has max_rounds, local_epochs"),
+        ((), {"tpus": 3}, "no argument 'tpus'. It has max_rounds, local_epochs"),
+        ((), {"num_clients": 3}, r"no argument 'num_clients'. Use the partitioner's, as in Partitioned\("),
+        ((), {"lr": 3}, "no argument 'lr'. Use the module's"),
         ((3,), {}, "^FederatedTrainer got 3, and takes no argument without a name. Name it, as in max_rounds=...$"),
     ],
 )
@@ -125,6 +130,21 @@ def test_attributes_of_lightnings_trainer_name_what_takes_their_place(tmp_path):
             getattr(trainer, name)
         assert str(error.value).endswith(f"Use {instead}.") and hasattr(Trainer, name)
     assert not hasattr(trainer, "nothing")
+
+
+def test_callbacks_are_those_that_the_trainer_was_made_with(tmp_path):
+    trainer = make_trainer(tmp_path, [FedProx(mu=0.1)])
+    with pytest.raises(AttributeError, match=r"no attribute 'append'. Use FederatedTrainer\(callbacks=\[...\]\)"):
+        trainer.callbacks.append(FedAdam())
+    with pytest.raises(ConfigurationError, match=r"LearningRateFinder cannot be added .* Tuner tunes on one client"):
+        Tuner(trainer).lr_find(Toy(), toy_data())
+
+
+def test_a_compiled_module_is_not_the_module():
+    with pytest.raises(
+        ConfigurationError, match=r"OptimizedModule as model. Pass the module that torch.compile was given"
+    ):
+        FederatedTrainer().fit(torch.compile(Toy()), toy_data())
 
 
 def test_several_wrong_callbacks():
@@ -176,7 +196,7 @@ def test_data(given, sentence, tmp_path):
     ("model", "sentence"),
     [
         (Toy, r"got the class Toy, not an instance. Pass Toy\(...\)"),
-        (nn.Linear(6, 3), "got a Linear as model. Pass a LightningModule"),
+        (nn.Linear(6, 3), "got Linear as model. Pass a LightningModule"),
         (None, "There is no model to train"),
     ],
 )

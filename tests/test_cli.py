@@ -20,8 +20,9 @@ from rich.console import Console
 from fedlightning.algorithm import Facts
 from fedlightning.cli import main
 from fedlightning.commands.folders import find_run
-from fedlightning.commands.run import Commands
-from fedlightning.config.errors import REPLACED, explain, parse_sentence, suggestion
+from fedlightning.commands.run import Commands, _as_table
+from fedlightning.config.errors import REPLACED, InputError, explain, parse_sentence, suggestion
+from fedlightning.scores.metrics import choose_metric
 from fedlightning.scores.table import client_table, important_metrics, print_results, results_table
 
 QUICKSTART = str(Path(__file__).parents[1] / "configs/quickstart.yaml")
@@ -255,6 +256,20 @@ def test_predict(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = " ".join(capsys.readouterr().out.split())
     assert "Predictions of the global model (latest, after " in said and "on all clients' test data, shape" in said
     assert torch.load("all.pt").shape == (60, 10)
+    assert main(["predict", "--run", str(run), "--out", "all.csv"]) == 0
+    with open("all.csv") as file:
+        lines = list(csv.DictReader(file))
+    assert list(lines[0]) == ["sample", *(f"output_{number}" for number in range(10))]
+    assert [int(line["sample"]) for line in lines] == [*range(60)]
+    assert [float(line["output_3"]) for line in lines] == torch.load("all.pt")[:, 3].tolist()
+
+
+def test_only_numbers_of_samples_make_a_table() -> None:
+    assert _as_table(torch.tensor([0.5, 1.5]), []).splitlines() == ["sample,prediction", "0,0.5", "1,1.5"]
+    assert _as_table(torch.tensor([[0.25, 0.75]]), ["no", "yes"]).splitlines() == ["sample,no,yes", "0,0.25,0.75"]
+    for predictions in (torch.zeros(2, 3, 4), [{"mask": torch.zeros(2)}]):
+        with pytest.raises(InputError, match=r"a line of numbers for each sample; .* Let --out end with .pt"):
+            _as_table(predictions, [])
 
 
 # -- partition and the rest --------------------------------------------------------------------------------------------
@@ -334,6 +349,7 @@ def test_algorithms_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
         ([*SMALL, "--model.lrr=3"], "Classifier has no option 'lrr' .in model.. Did you mean lr"),
         ([*SMALL, "--data=FedProx"], "'fedlightning.callbacks.FedProx' is not a LightningDataModule"),
         ([*SMALL, "--trainer.max_rounds=x"], "trainer.max_rounds: must be a whole number, not 'x'"),
+        ([*SMALL, "--images=2"], "no option '--images'. Options: fedlightning COMMAND --help"),
         ([*SMALL, "--trainer.max_round=2"], "no option '--trainer.max_round'. Did you mean --trainer.max_rounds"),
         ([*SMALL, "--trainer.evaluation.stages=[G,X]"], "must be one of 'G', 'L1', 'L2', not 'X'"),
         ([*SMALL, "--trainer.local_steps=3"], "got both local_epochs=1 and local_steps=3"),
@@ -459,6 +475,12 @@ def test_tables_fit_their_terminal(width: int) -> None:
     shown = console.export_text()
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= width
+
+
+def test_the_table_of_clients_is_of_the_metric_that_runs_are_compared_by() -> None:
+    for names, first in ((("loss", "mse", "rmse"), "rmse"), (("loss", "c_index"), "c_index"), (("loss", "acc"), "acc")):
+        found = [{"metric": f"test_{name}", "split": "test"} for name in names]
+        assert important_metrics(found)[0] == first == choose_metric([list(names)])
 
 
 def test_important_metrics_come_first() -> None:

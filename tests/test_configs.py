@@ -14,6 +14,7 @@ from sklearn.datasets import load_diabetes
 from fedlightning.cli import main
 from fedlightning.commands.run import Commands
 from fedlightning.config.value_checks import check_values
+from fedlightning.scores.rows import read_rows
 from fedlightning.trainer import FederatedTrainer
 from tests.datamodules.test_tcga_brca import files as survival_files
 from tests.helpers import mostly_slow
@@ -394,6 +395,19 @@ def test_models_of_digits(path: Path, tmp_path: Path) -> None:
 def test_heterogeneous_settings_of_papers_parse(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "-c", str(CONFIGS / f"heterogeneous/{name}.yaml"), "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["name"] == name
+
+
+@pytest.mark.slow
+def test_a_small_llama_learns_speeches_without_a_file_or_network(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    options = ["--trainer.max_rounds=3", f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false"]
+    assert main(["fit", f"--config={CONFIGS / 'language/speeches.yaml'}", *options]) == 0
+    rows = read_rows(next(tmp_path.glob("speeches/version_0/metrics.csv")))
+    found = [row for row in rows if (row.metric, row.stage) == ("val_perplexity", "G")]
+    by_round = [[row.value for row in found if row.round == number] for number in (1, 2, 3)]
+    assert [len(values) for values in by_round] == [4, 4, 4]
+    first, _, last = (sum(values) / 4 for values in by_round)
+    assert last < first < 258 and last < 40
 
 
 def test_every_data_file_is_covered() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import numpy as np
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -36,6 +37,7 @@ from fedlightning.ranges import (
     checked,
     described,
     exactly_one,
+    make_init,
     may_be_infinite,
     needs,
     number_in,
@@ -248,6 +250,34 @@ def test_a_dataclass_can_be_checked():
     assert Options(1).share == 1
     with pytest.raises(ConfigurationError, match=r"Options got share=2\. Use a number in \[0, 1\]\."):
         Options(2)
+
+
+def test_arguments_that_are_declared_in_the_body_are_checked_as_those_of_a_constructor():
+    @at_most_one("share", "limit", why="both bound it. Leave one out.")
+    @make_init
+    class Options:
+        share: Share = 0.5
+        limit: Annotated[float, Range("(0, inf)")] | None = None
+
+        def __post_init__(self) -> None:
+            self.twice = 2 * self.share
+
+    assert Options(0.25).twice == 0.5 and Options() != Options() and hash(Options()) is not None
+    for options, fault in (({"share": 2}, r"share=2\. Use a number in \[0, 1\]"), ({"limit": 0}, "limit=0")):
+        with pytest.raises(ConfigurationError, match=f"Options got {fault}"):
+            Options(**options)
+    with pytest.raises(ConfigurationError, match="both bound it"):
+        Options(share=0.1, limit=1.0)
+    with pytest.raises(ConfigurationError, match=r"Options has no argument 'shares'\. Did you mean share\?"):
+        Options(shares=0.1)
+
+
+def test_a_configuration_has_the_types_of_arguments_that_are_declared_in_the_body():
+    """A dataclass was found there, of which jsonargparse read no type: the client "0" became a number."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(FederatedCallback, "callback")
+    config = 'callback: {class_path: fedlightning.callbacks.pFedKnow, init_args: {server: "0"}}'
+    assert parser.instantiate_classes(parser.parse_string(config)).callback.server == "0"
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from fedlightning.ranges import Range
 from fedlightning.tensors import WeightedMean
 from fedlightning.wrappers import DualByHeadMixin
 from fedlightning.wrappers.adapters import (
+    ADAPTER,
     Adapted,
     adapted_layers,
     adapter_names,
@@ -49,7 +50,7 @@ Rank = Annotated[int, Range("[1, inf)", strict=True)]
 
 
 class AdaptersLearn(requires.Requirement):
-    """Every second factor that is to train gets a gradient: a first factor's is zero in the first step, in any case."""
+    """The loss reaches every adapter that is to train, of whatever kind."""
 
     usual = (
         "The loss does not reach it: adapt other layers (target_modules), or, with gradient checkpointing, let it be "
@@ -57,7 +58,12 @@ class AdaptersLearn(requires.Requirement):
     )
 
     def fault(self, owner: Any, setup: Setup) -> str:
-        lost = [name for name in setup.first_step().without_gradient if ".lora_B." in name]
+        others = (".lora_A.", ".modules_to_save.")  # a first factor is reached where its second one is
+        lost = [
+            name
+            for name in setup.first_step().without_gradient
+            if f".{ADAPTER}" in name and not any(part in name for part in others)
+        ]
         return f"trains '{lost[0]}', which got no gradient from the first batch" if lost else ""
 
 
@@ -219,8 +225,21 @@ class MergedStacks(LowRank):
         return super().facts.extend(changes={Change.PRIVATE})
 
     def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:
-        """Add adapters; a weight that an adapted layer shares with another one becomes its own, since it will change."""
-        return untie_adapted(super().wrap_module(module, owner))
+        """Add adapters; a weight that an adapted layer shares with another one becomes its own, since it will change.
+
+        Raises:
+            ValueError: If a weight is of a short type, which would round the changes away.
+        """
+        module = untie_adapted(super().wrap_module(module, owner))
+        entries = dict(module.named_parameters(remove_duplicate=False))
+        for path, layer in adapted_layers(module).items():
+            if entries[layer.base].dtype.itemsize < 4:
+                raise ValueError(
+                    f"{self.key} merges into '{path}', whose weight is {entries[layer.base].dtype}: changes below its "
+                    "rounding would be lost in every round. Give the network in float32, or use FedIT, whose adapters stay "
+                    "beside the weights."
+                )
+        return module
 
     def wire(self, module: Any) -> Wire:
         """Declare the stacks and how many rows of them are of which round."""

@@ -10,18 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import (
-    NEWCOMER,
-    Change,
-    Client,
-    Facts,
-    Need,
-    Server,
-    ServerModels,
-    Setup,
-    Stage,
-    probes,
-)
+from fedlightning.algorithm import NEWCOMER, Change, Client, Facts, Need, Server, ServerModels, Setup, Stage, probes
 from fedlightning.callbacks.shared.representations import looked_at, other_task, targets_in
 from fedlightning.wrappers import unmix
 from fedlightning.wrappers.pair import JointLoss, pair, shared_entries, shared_of, sides_of
@@ -64,14 +53,13 @@ class SharedPeer(ServerModels):
     head: str | None
     shared_head: str | None
 
-    def checked(self, shared: LightningModule | None) -> LightningModule | None:
-        """Return the shared model that the user gave."""
-        if shared is not None and not isinstance(shared, LightningModule):
+    def __post_init__(self) -> None:
+        """Refuse a shared model that cannot train itself."""
+        if self.shared is not None and not isinstance(self.shared, LightningModule):
             raise ValueError(
-                f"{self.key} got shared={type(shared).__name__}, which cannot train itself. Give a LightningModule, such as "
-                "fedlightning.models.Classifier around the network."
+                f"{self.key} got shared={type(self.shared).__name__}, which cannot train itself. Give a LightningModule, "
+                "such as fedlightning.models.Classifier around the network."
             )
-        return shared
 
     def joint_loss(self) -> JointLoss:
         """Return the function that makes the loss of a step, without reference to the callback."""

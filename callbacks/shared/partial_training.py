@@ -9,7 +9,7 @@
    parts again from the round and the client that the update names, so an update may be late.
 4. With static batch normalisation it then asks for the new model's statistics (`plan_round`, `personal_module`).
 
-Before round 1 `wrappers.submodel_check.verify` tries that the module has sub-models at all (`check`).
+Before round 1 `wrappers.submodel.verify` tries that the module has sub-models at all (`check`).
 """
 
 from __future__ import annotations
@@ -49,12 +49,9 @@ from fedlightning.algorithm import (
     requires,
 )
 from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
-from fedlightning.callbacks.shared.representations import (
-    head_path,
-    refuse_classes,
-)
+from fedlightning.callbacks.shared.representations import head_path, refuse_classes
 from fedlightning.layers import as_names
-from fedlightning.ranges import Length, PositiveShare
+from fedlightning.ranges import Length, PositiveShare, make_init
 from fedlightning.tensors import load_state, module_state, narrow, widen
 from fedlightning.wrappers import Mixin, mix
 from fedlightning.wrappers.heads import Convolution
@@ -143,9 +140,13 @@ STATISTICS = "statistics"
 """Tag of the jobs in which clients run the new global model over their data."""
 
 
-RATES = "Shares of the full model."
+Rates = (
+    Annotated[Sequence[PositiveShare], Length(note="Shares of the full model.")]
+    | Annotated[dict[str, PositiveShare], Length()]
+)
 
 
+@make_init
 class PartialTraining(SubModels):
     """Base of methods in which each client trains some units of every hidden layer of one network.
 
@@ -168,31 +169,23 @@ class PartialTraining(SubModels):
         ValueError: If a rate is outside (0, 1], rates to draw from are a table, or `head` names several layers.
     """
 
-    rolls: bool = False
-    deploys_all: bool = False
+    rolls = False
+    deploys_all = False
 
-    def __init__(
-        self,
-        rates: Annotated[Sequence[PositiveShare], Length(note=RATES)] | Annotated[dict[str, PositiveShare], Length()],
-        dynamic: bool = False,
-        scaler: bool = False,
-        masked_loss: bool = False,
-        static_bn: bool = True,
-        head: str | list[str] | None = None,
-        weighting: WeightingName | None = "uniform",
-    ) -> None:
+    rates: Rates
+    dynamic: bool = False
+    scaler: bool = False
+    masked_loss: bool = False
+    static_bn: bool = True
+    head: str | list[str] | None = None
+    weighting: WeightingName | None = "uniform"
+
+    def __post_init__(self) -> None:
         name = type(self).__name__
-        if dynamic and isinstance(rates, dict):
+        if self.dynamic and isinstance(self.rates, dict):
             raise ValueError(f"{name}(dynamic=True) draws widths from a list, but rates is a table by client.")
-        if len(as_names(head)) > 1:
-            raise ValueError(f"{name} got head={head}, but one layer gives the logits. Name that one.")
-        self.rates = rates
-        self.dynamic = dynamic
-        self.scaler = scaler
-        self.masked_loss = masked_loss
-        self.static_bn = static_bn
-        self.head = head
-        self.weighting = weighting
+        if len(as_names(self.head)) > 1:
+            raise ValueError(f"{name} got head={self.head}, but one layer gives the logits. Name that one.")
 
     def units(self, rate: float, round: int, client: str, seed: int) -> Units:
         """Return the units that a client has in a round: the same for the same arguments, wherever it is asked."""

@@ -1,11 +1,4 @@
-"""LEAF's CelebA: smiling or not, each celebrity a client.
-
-LEAF's FEMNIST (writers) and Synthetic.
-
-LEAF's Sentiment140: tweets, each user a client.
-
-Shakespeare: the next character of what a role says, each speaking role a client.
-"""
+"""LEAF's data sets: CelebA (celebrities), FEMNIST (writers), Sentiment140 (users), Shakespeare (roles), Synthetic."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def write(app: Sphinx, error: Exception | None) -> None:
         if part not in PARTS or "/api/" in name:
             continue
         title = app.env.titles[name].astext()
-        listed[part] += f"- [{title}]({name}.html): {first_words(app.env.get_doctree(name))}\n"
+        words = first_words(app.env.get_doctree(name))
+        listed[part] += f"- [{title}]({name}.html){words and ': ' + words}\n"
         source = Path(app.env.doc2path(name)).read_text()
         pages[part].append(f"<!-- {name} -->\n{source}")
     index = "\n".join(f"## {PARTS[part]}\n\n{lines}" for part, lines in listed.items() if lines)

@@ -123,7 +123,13 @@ def breast_tumours(folder: Path) -> dict[str, Any]:
                 table.data[number :: len(REGIONS)], table.target[number :: len(REGIONS)], strict=True
             ):
                 writer.writerow([name, *values, 1 - benign])
-        options = {"path": "data/patients.csv", "target": "malignant", "client": "hospital", "batch_size": 8}
+        options = {
+            "path": "data/patients.csv",
+            "target": "malignant",
+            "client": "hospital",
+            "batch_size": 8,
+            "classes": ["0", "1"],
+        }
         data = {"class_path": "fedlightning.datamodules.TabularFederatedDataModule", "init_args": options}
         write(folder / name / "data.yaml", {"data": data})
     config = common()

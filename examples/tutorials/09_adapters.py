@@ -67,3 +67,19 @@ plt.xlabel("round")
 plt.ylabel("accuracy of the global model")
 plt.legend()
 plt.show()
+
+# %%
+# A network of ``transformers`` goes the same way: ``HFModule.from_trainer(model, args)`` around the model, ``TextDataModule``
+# around each client's rows. ``examples/finetune_texts.py`` fine-tunes one that lies in a folder, on texts of eight clients
+# (Dirichlet 0.3): adapters for all, adapters with a head of one's own, FedSA-LoRA, each client alone, and pooled data, over
+# as many seeds as you name, with a report:
+#
+# .. code-block:: bash
+#
+#    python examples/finetune_texts.py --model MiniLM --texts mails --seeds 0 1 2
+#
+# With eight clients and MiniLM-L6 (91 MB) there are 91 MB of frozen numbers in memory and not 727, and 4.8 MB travel a round.
+#
+# One short run (600 texts by ``--packages numpy scipy torch matplotlib sympy networkx --most 100 --rounds 5 --steps 5
+# --max-length 32``, one seed, so no interval; about 100 seconds of one core a method): accuracy on clients' own test texts is
+# 0.39 with adapters for all (rising), 0.70 with a head of one's own, 0.62 by FedSA-LoRA, 0.64 alone, 0.77 on pooled data.

@@ -38,9 +38,11 @@ def check_model(model: Any) -> LightningModule:
         raise ConfigurationError("There is no model to train. Pass a LightningModule: fit(MyModule(), datamodule).")
     if isinstance(model, type) and issubclass(model, LightningModule):
         raise ConfigurationError(f"fit() got the class {model.__name__}, not an instance. Pass {model.__name__}(...).")
-    raise ConfigurationError(
-        f"fit() got a {type(model).__name__} as model. Pass a LightningModule: it says how to train and what to optimise."
-    )
+    kind = type(model).__name__
+    way_out = "Pass a LightningModule: it says how to train and what to optimise."
+    if kind == "OptimizedModule":  # of torch.compile
+        way_out = "Pass the module that torch.compile was given; it may compile its network in __init__."
+    raise ConfigurationError(f"fit() got {kind} as model. {way_out}")
 
 
 def _check_module(model: LightningModule) -> None:

@@ -1,8 +1,7 @@
 """What every model of a federation is built from: :class:`Blueprint`.
 
-Copies of a template by `copy.deepcopy`, and what every maker of copies offers: :class:`ModuleCopier`.
-
-What attaches to the client side of a federation from outside: :class:`ClientParts`.
+Models are copies of a template, by `copy.deepcopy` or another :class:`ModuleCopier`. :class:`ClientParts` is what attaches to
+the client side of a federation from outside.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ from torch import Tensor, nn
 
 from fedlightning.client.evaluator import StepLosses, make_evaluator
 from fedlightning.client.requests import LocalSettings
+from fedlightning.compat.lazy_clones import copy_module
 from fedlightning.compat.lightning_runs import configure, detached
 from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.errors import ConfigurationError
 from fedlightning.models.client_models import ClientModels
 from fedlightning.seeding import isolated
-from fedlightning.tensors import State, entry_kinds, module_state, select, state_digest
+from fedlightning.tensors import State, entry_kinds, is_same, module_state, select, state_digest
 from fedlightning.tensors.modules import keeps_vectors
 
 
@@ -68,13 +68,13 @@ class DeepCopier:
 
 
 def deep_copy(module: nn.Module) -> Any:
-    """Return `copy.deepcopy(module)`.
+    """Return `copy.deepcopy(module)`; large parameters take no memory until somebody writes to them.
 
     Raises:
         ConfigurationError: Names the attribute that cannot be copied.
     """
     try:
-        return copy.deepcopy(module)
+        return copy_module(module)
     except Exception as error:
         raise _uncopyable(module, error) from error
 
@@ -122,11 +122,6 @@ class ClientParts:
 
 BUILDERS = ("wrap_module", "on_build", "on_receive")
 """Events in which callbacks take part in building a client's module."""
-
-
-def _is_same(value: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same bits, on whatever device."""
-    return value.dtype == other.dtype and torch.equal(value.detach().to(other.device), other)
 
 
 class _Made:
@@ -330,14 +325,14 @@ class Blueprint:
         return {
             name: value
             for name, value in state.items()
-            if name in but or not (name in base and _is_same(value, base[name]))
+            if name in but or not (name in base and is_same(value, base[name]))
         }
 
     def unlike_base(self, module: LightningModule, architecture: str) -> frozenset[str]:
         """Return the frozen parameters of a new module that callbacks have made other ones for its owner."""
         base = self.base(architecture)
         own = module_state(module, base) if base else {}
-        return frozenset(name for name, value in own.items() if not _is_same(value, base[name]))
+        return frozenset(name for name, value in own.items() if not is_same(value, base[name]))
 
     def _wrapped(self, module: LightningModule, callback: FederatedCallback, owner: str) -> LightningModule:
         """Let a callback wrap a module; name those that had wrapped it before if that fails."""

@@ -3,7 +3,7 @@
 It is found where the data are (:func:`describe`), and it is all that the server ever gets to know of them. Where every client
 is a site of its own, the sites' descriptions are put together by :meth:`Description.merged`.
 
-The batches of a client side: how many samples they have, their addressed order, and the first ones for checks.
+The batches of a client side are looked at here, too: how many samples they have, their addressed order, the first for checks.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ class Description:
         content: A hash of a few training samples of some clients, where these are in memory; else `None`.
         over_rounds: Training samples of a client in rounds 0, 1, ..., the last number from then on, where the training
             data change from round to round. `sizes` are then of all rounds.
+        inputs: A hash of the names of the network's inputs in their order; `None` where they have none.
         statistics: What the clients are to agree on before round 1: columns and words, no values; `None`: nothing.
     """
 
@@ -162,6 +163,7 @@ class Description:
     content: str | None = None
     statistics: dict[str, Any] | None = None
     over_rounds: Mapping[str, list[int]] = field(default_factory=dict)
+    inputs: str | None = None
 
     def num_samples(self, client: str, split: str = "train", round: int | None = None) -> int:
         """Return the number of samples that a client holds in a split; for training in a round, if one is given."""
@@ -201,6 +203,11 @@ class Description:
                 raise ValueError(
                     f"The sites of '{first.client_ids[0]}' and '{site.client_ids[0]}' have different public data "
                     f"({first.public_print or 'none'}; {site.public_print or 'none'}). Give every site the same."
+                )
+            if site.inputs != first.inputs:
+                raise ValueError(
+                    f"The sites of '{first.client_ids[0]}' and '{site.client_ids[0]}' have different columns, or in another "
+                    "order, and one network is to take them. Give every site's file the same header."
                 )
             if site.statistics != first.statistics:
                 raise ValueError(
@@ -267,6 +274,7 @@ def describe(
         seed if isinstance(seed, int) else 0,
         together,
         statistics=few.wanted_statistics,
+        inputs=None if few.input_names is None else _hash(few.input_names),
         over_rounds={client: few.sizes_by_round(client) for client in everybody} if few.drifts else {},
         **found,
     )

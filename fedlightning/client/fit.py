@@ -3,11 +3,8 @@
 With each, :class:`~fedlightning.client.trainer_context.VisitCallback` seeds epochs, calls `correct_gradient` before every
 optimizer step, and counts the steps.
 
-Loss terms: what callbacks add to the loss that a module's `training_step` returns.
-
-Who trains a client's module: a :class:`Fitter`. Lightning's Trainer is one, and others attach that give the same bits.
-
-The optimizers that a module configures.
+Who trains the module is a :class:`Fitter`: Lightning's Trainer is one, and others attach. What callbacks add to the loss, and
+which optimizers a module configures, is found here for all of them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Every probe mutes the module's logging and metrics, restores its buffers, and draws its randomness from its own address.
 So a run with a probe and one without train the same model.
 
-Outputs of a module over a loader: teachers, and predictions that travel.
+Outputs of a module over a loader, of teachers and of predictions that travel, are taken in the same way.
 """
 
 from __future__ import annotations

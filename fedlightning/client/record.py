@@ -1,15 +1,17 @@
 """The state of a client between visits: :class:`ClientRecord`.
 
-What a fit reports, and what a client's visit adds up of it: :class:`VisitWork`.
+:class:`VisitWork` is what a visit adds up of what its fits report.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from fedlightning.tensors import State
+from torch import Tensor
+
+from fedlightning.tensors import State, is_same
 
 
 class FitResult(Protocol):
@@ -92,6 +94,43 @@ def copy_tree(tree: Any) -> Any:
     return tree
 
 
+def fold(tree: Any, base: State) -> Any:
+    """Return a tree with empty tensors where entries of models in it are those of `base`, by name and bits.
+
+    A personal model, or a selected one, is kept without the frozen network that every module is built with; :func:`unfold`
+    puts it in again.
+
+    Example:
+        >>> import torch
+        >>> base = {"frozen": torch.ones(3)}
+        >>> kept = fold({"v": {"frozen": torch.ones(3), "head": torch.zeros(2)}}, base)
+        >>> kept["v"]["frozen"].numel(), unfold(kept, base)["v"]["frozen"].tolist()
+        (0, [1.0, 1.0, 1.0])
+    """
+    if isinstance(tree, list):
+        return [fold(value, base) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {key: value.new_empty(0) if _is_of(base, key, value) else fold(value, base) for key, value in tree.items()}
+
+
+def _is_of(base: State, key: Any, value: Any) -> bool:
+    own = base.get(key) if isinstance(value, Tensor) else None
+    return own is not None and value.numel() > 0 and is_same(value, own)
+
+
+def unfold(tree: Any, base: State) -> Any:
+    """Return a tree with the entries of `base` in the place of empty tensors of their names; see :func:`fold`."""
+    if isinstance(tree, list):
+        return [unfold(value, base) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: base[key] if isinstance(value, Tensor) and not value.numel() and key in base else unfold(value, base)
+        for key, value in tree.items()
+    }
+
+
 @dataclass
 class ClientRecord:
     """All that a client keeps from visit to visit: plain values and tensors, so it can be saved, sent and restored.
@@ -123,3 +162,15 @@ class ClientRecord:
     def copy(self) -> ClientRecord:
         """Return a copy that can be changed without changing this record. Tensors are shared."""
         return ClientRecord(**{name: copy_tree(value) for name, value in vars(self).items()})
+
+    def folded(self, base: State) -> ClientRecord:
+        """Return the record without the entries of a frozen network in what callbacks and Lightning keep."""
+        return replace(self, **{name: fold(getattr(self, name), base) for name in _FOLDED}) if base else self
+
+    def unfolded(self, base: State) -> ClientRecord:
+        """Return a copy, as :meth:`copy` makes it, with the entries that :meth:`folded` took away."""
+        copied = self.copy()
+        return replace(copied, **{name: unfold(getattr(copied, name), base) for name in _FOLDED}) if base else copied
+
+
+_FOLDED = ("state", "checkpoints", "lightning")

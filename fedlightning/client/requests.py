@@ -3,7 +3,7 @@
 Visits and scoring tasks are generators. They yield a request, wait for its result, and end with their answer. So one
 engine serves one request after another, and another serves the requests of many clients at once.
 
-How every client trains: :class:`LocalSettings`.
+:class:`LocalSettings` says how every client trains.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The client side of a federation: :class:`LocalRunner`.
 
-Scores of one module on one loader: :class:`Scorer`.
+:class:`Scorer` scores one module on one loader.
 """
 
 from __future__ import annotations

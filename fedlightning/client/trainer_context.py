@@ -1,6 +1,6 @@
 """What a module and its callbacks find around them inside a client: folder, logger and data module of its Trainer.
 
-The core's own part in a fit, as a Lightning callback: :class:`VisitCallback`.
+:class:`VisitCallback` is the core's own part in a fit, as a Lightning callback.
 """
 
 from __future__ import annotations

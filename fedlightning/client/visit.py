@@ -6,7 +6,7 @@ these to whoever runs it: :func:`carry_out`, or an engine that does them for sev
 
 The record that came in is never changed, so a visit that fails leaves the client as it was.
 
-A client that is open: built, with its merged model, and bound to every callback.
+:func:`open_client` gives a client that is open: built, with its merged model, and bound to every callback.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def open_client(
     sent = clone(message.state) if runner.callbacks.protecting else dict(message.state)
     entries = runner.blueprint.plain_entries(record.personal | sent, message.client)
     module = runner.blueprint.build(message.client) if entries is None else None
-    client = Client(runner, copy.copy(message), record.copy(), module, entries)
+    base = runner.blueprint.base(runner.blueprint.architecture_of(message.client))
+    client = Client(runner, copy.copy(message), record.unfolded(base), module, entries)
     client.evaluating = evaluating
     client.received, client.message.state = sent, dict(sent)
     covering = next((one.key for one in runner.callbacks.protecting if one.covers_training), "")
@@ -166,7 +167,8 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
             if runner.callbacks.protecting:
                 client.received = dict(message.state)  # as it came, whatever callbacks have written into their copy
             leave(runner, client, update)  # every callback has had it
-            answer = update, client.record
+            base = runner.blueprint.base(runner.blueprint.architecture_of(client.id))
+            answer = update, client.record.folded(base)
     except BaseException as error:  # one client's failure must not end the round; the loop reports it
         failed = Update(message.round, message.client, model=message.model, tag=message.tag)  # nothing of it leaves
         failed.num_samples, failed.cause = update.num_samples, client_failure(error)

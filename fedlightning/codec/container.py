@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedlightning.compat.lazy_clones import to_read
 from fedlightning.storage.files import UnreadableError
 
 VERSION = "2"
@@ -76,7 +77,7 @@ def layout(text: str, tensors: Sequence[Tensor]) -> Iterator[bytes | memoryview]
     written += b" " * (-len(written) % 8)
     yield struct.pack("<Q", len(written)) + written
     for number in order:
-        yield _bytes_of(tensors[number].detach().to("cpu").contiguous())
+        yield _bytes_of(to_read(tensors[number].detach().to("cpu").contiguous()))
 
 
 def unpack(data: bytes | bytearray | memoryview, limits: Limits | None = None) -> tuple[str, list[Tensor]]:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fedlightning.codec.allowed import UntrustedError, path_of
 from fedlightning.codec.container import NAMES, UNLIMITED, Limits, check_truth, layout, unpack_file
@@ -186,7 +187,8 @@ class Writer:
         self._parts(check_attributes, value)
         if not is_strided(value):
             return {"archive": self._tree(self._parts(BY_NAME["archive"].parts, value))}
-        node = self._remember(value.detach(), value.untyped_storage().data_ptr() if value.numel() else 0)
+        # not by its address: to ask for it makes a lazy clone real
+        node = self._remember(value.detach(), StorageWeakRef(value.untyped_storage()).cdata if value.numel() else 0)
         if type(value) is Tensor and not value.requires_grad and not vars(value):
             return node
         return {"marked": [node, type(value) is nn.Parameter, value.requires_grad, self._tree(dict(vars(value)))]}

@@ -94,7 +94,7 @@ def parser() -> Parser:
         "--cross",
         metavar="KEY",
         help="where the variance comes from: run every value of KEY with every trainer.seed. KEY: data.init_args.seed (the "
-        "split), trainer.seed.initialisation, trainer.seed.participation; may be repeated. --seeds says how many of each; "
+        "split), trainer.seed.initialisation, trainer.seed.participation. --seeds says how many of each; "
         "runs are that to the power of the sources",
     )
     made.add_passed_on()
@@ -103,7 +103,7 @@ def parser() -> Parser:
     report.add_argument(
         "--metric",
         help="metric to compare, on test data; default: accuracy where the runs have it (AUROC or balanced accuracy where "
-        "one class is much more common), else rmse, else loss",
+        "one class is much more common), else rmse, mae, c_index, dice, iou, f1 or loss",
     )
     report.add_argument(
         "--checkpoint",

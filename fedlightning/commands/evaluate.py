@@ -19,7 +19,7 @@ from fedlightning.commands.terminal import say, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.datamodules import FederatedDataModule
 from fedlightning.datamodules.report import class_names_of
-from fedlightning.scores.metrics import SHARES, bare
+from fedlightning.scores.metrics import ACCURACY, SHARES, bare
 from fedlightning.storage.files import write_text_atomically
 from fedlightning.study.calibration import calibration, calibration_intervals, wilson
 from fedlightning.study.columns import GLOBAL, LOCAL
@@ -30,7 +30,6 @@ from fedlightning.trainer import FederatedTrainer
 
 FILE = "evaluation"
 """Name of the files of the table, without their endings."""
-COUNTED = ("accuracy", "acc")
 """Shares of samples, which have Wilson's interval; other shares are no counts."""
 ERRORS = {"rmse": 0.5, "mse": 1.0}
 """Errors whose interval is that of a variance -> power of the variance."""
@@ -69,7 +68,7 @@ def evaluation(
 def _interval(metric: str, value: float | None, samples: int) -> list[float] | None:
     if value is None or samples < 2:
         return None
-    if metric in COUNTED and metric in SHARES and value <= 1:
+    if metric in ACCURACY and metric in SHARES and value <= 1:
         return list(wilson(value, samples))
     if metric in ERRORS:
         from scipy.stats import chi2

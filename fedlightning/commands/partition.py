@@ -14,6 +14,7 @@ from fedlightning.commands.terminal import console, say
 from fedlightning.compat import sheets
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.parsing import CommandLine
+from fedlightning.errors import listed
 
 
 class PartitionCommand(CommandLine):
@@ -60,7 +61,7 @@ class PartitionCommand(CommandLine):
                 "\nTV: total variation between a client's labels and all labels, 0 equal to 1 disjoint; mean "
                 f"{report.mean_total_variation:.3f}."
             )
-            if len(report.classes) == 2 and report.classes != ["0", "1"]:
+            if len(report.classes) == 2 and report.classes not in (["0", "1"], ["censored", "event"]):
                 told += (
                     f"\nThe event of calibration and decision curves is the second class, '{report.classes[1]}'; a table's "
                     "`classes` gives them another order."
@@ -71,7 +72,8 @@ class PartitionCommand(CommandLine):
         names = getattr(data, "feature_names", None)
         if names:
             screen.print(
-                f"A sample has {len(names)} features: in_features={len(names)} of its network.", highlight=False
+                f"A sample has {len(names)} features, in_features={len(names)} of its network: {listed(names, most=30)}.",
+                highlight=False,
             )
         inputs = input_separation(data, split) if data.wanted_statistics is None else None
         if inputs is not None:

@@ -23,6 +23,7 @@ from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import CommandLine
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.report import class_names_of
 from fedlightning.errors import ConfigurationError
 from fedlightning.leakage import canaries as audit
 from fedlightning.leakage import in_words, inversion, leakage, likelihood_ratio
@@ -31,6 +32,7 @@ from fedlightning.ranges import PositiveInt
 from fedlightning.resume.stop_requests import requeued
 from fedlightning.scores.table import evaluation_line, print_results
 from fedlightning.storage.files import is_writer, read_json, save_tensors, write_text_atomically, writing
+from fedlightning.study.export import as_csv
 from fedlightning.study.failures import failures_line
 from fedlightning.trainer import FederatedTrainer
 
@@ -220,7 +222,10 @@ class Commands(CommandLine):
         checkpoint: str = "latest",
         out: str = "predictions.pt",
     ) -> None:
-        """Write the predictions of a client's model on its test data, or of the global model on all clients' test data."""
+        """Write the predictions of a client's model on its test data, or of the global model on all clients' test data.
+
+        Into a table if --out ends with .csv: a line a sample, in the order of the test data.
+        """
         import torch
 
         self.trainer.restore(self.model, self.datamodule, find_run(run))
@@ -231,7 +236,10 @@ class Commands(CommandLine):
             batches = torch.cat(batches)
         with writing(Path(out)):
             Path(out).parent.mkdir(parents=True, exist_ok=True)
-            save_tensors(batches, Path(out))
+            if Path(out).suffix == ".csv":
+                write_text_atomically(Path(out), _as_table(batches, class_names_of(self.datamodule)))
+            else:
+                save_tensors(batches, Path(out))
         shape = f", shape {tuple(batches.shape)}" if isinstance(batches, torch.Tensor) else ""
         whose, data = (
             ("the global model", "all clients'") if client is None else (f"client {client}'s model", "its own")
@@ -348,3 +356,17 @@ class Commands(CommandLine):
             if as_json:
                 fields = self._fields() | {"run": folder, "results": results}
                 print_json("validate" if split == "val" else "test", **fields)
+
+
+def _as_table(predictions: Any, classes: Sequence[str]) -> str:
+    """Return predictions as CSV; those of classes that have names stand under them."""
+    if not hasattr(predictions, "shape") or len(predictions.shape) not in (1, 2):
+        shape = tuple(predictions.shape) if hasattr(predictions, "shape") else type(predictions).__name__
+        raise InputError(
+            f"a CSV file has a line of numbers for each sample; predictions are {shape}. Let --out end with .pt."
+        )
+    values = predictions.reshape(len(predictions), -1).tolist()
+    width = len(values[0]) if values else 1
+    names = list(classes) if len(classes) == width else [f"output_{place}" for place in range(width)]
+    names = ["prediction"] if width == 1 else names
+    return as_csv([{"sample": number} | dict(zip(names, line, strict=True)) for number, line in enumerate(values)])

@@ -22,7 +22,7 @@ from fedlightning.config.parsing import CommandLine
 from fedlightning.config.short_forms import CLASS_PATHS, engine_of
 from fedlightning.datamodules import FederatedDataModule, NaturalPartitioner, Partitioned
 from fedlightning.datamodules.public_only import PublicDataModule
-from fedlightning.errors import warn
+from fedlightning.errors import listed, warn
 from fedlightning.options import Flower, Sequential
 from fedlightning.ranges import PositiveInt
 from fedlightning.resume.lock import only_writer
@@ -90,6 +90,12 @@ class AtSite(CommandLine):
         data = federated_data(one_client(self.datamodule, name), None, None, None)
         data.prepare_data()
         data.setup("fit")  # now: data that are not there are said before anybody waits for this site
+        if data.named_by_file:
+            options = ", ".join(f"{option}: {value}" for option, value in data.named_by_file.items())
+            raise InputError(
+                f"this site's file alone decides {options}. Another site's may have other words, which would mean something "
+                "else to the network: give these options in the data section of every site."
+            )
         known = here = list(data.client_ids)
         if clients is not None:
             here = [str(client) for client in clients]
@@ -219,6 +225,13 @@ class Serve(Commands):
         """
         if evaluate and self.trainer.arguments["init_from"] is None:
             raise InputError("there is no model to evaluate: give trainer.init_from.")
+        callbacks = self.trainer.options.callbacks
+        training = [callback.key for callback in callbacks if callback not in callbacks.protecting]
+        if evaluate and training:
+            raise InputError(
+                f"evaluate=true trains nothing, and trainer.callbacks has {listed(training)}. Take them out of the file, "
+                "here and at the sites, which compare theirs with it."
+            )
         if sites < 1:
             raise InputError(f"sites={sites} must be at least 1.")
         if not 0 < max_share <= 1:

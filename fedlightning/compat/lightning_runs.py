@@ -1,8 +1,7 @@
 """Silence for the many short Lightning runs inside a federation: one place that knows what to mute.
 
-A module as the trainer sees it that it is attached to: which one, on which device, and what its steps are called with.
-
-The hyper-parameters of objects made from a configuration: each object's own.
+It also says how a module stands to the trainer that it is attached to (which one, on which device, what its steps are called
+with), and gives objects that are made from a configuration hyper-parameters of their own.
 
 LightningCLI hands the configuration of `model` (or `data`) to `save_hyperparameters` by a context variable, for
 whatever object calls it meanwhile. So it also reaches objects inside the one that the configuration describes: a data
@@ -12,7 +11,6 @@ outer one.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 import itertools
@@ -29,6 +27,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin, _given_hyperparameters_context
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from fedlightning.compat.lazy_clones import copy_module
 
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 """What Lightning makes an object with when it reads the hyper-parameters back from a checkpoint."""
@@ -167,7 +167,7 @@ def detached(module: LightningModule) -> LightningModule:
 def detached_copy(module: LightningModule) -> LightningModule:
     """A deep copy of a module without the trainer it may be attached to, which would be copied along."""
     with attached(module, None):
-        return copy.deepcopy(module)
+        return copy_module(module)
 
 
 def configure(module: LightningModule, trainer: Callable[[], Any]) -> None:

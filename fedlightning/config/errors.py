@@ -276,7 +276,8 @@ def _unrecognised(where: str, found: re.Match[str], text: str) -> str:
     option = words.split()[0].partition("=")[0]
     instead = REPLACED.get(option.removeprefix("--trainer.")) if option.startswith("--trainer.") else None
     instead = instead or OF_COMMANDS.get(option.removeprefix("--").partition(".")[0])
-    close = f"Use {instead}." if instead else suggestion(option, option_names())
+    names = option_names()
+    close = f"Use {instead}." if instead else "" if option in names else suggestion(option, names)  # another command's
     return f"there is no option '{option}'. {close or 'Options: fedlightning COMMAND --help.'}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +13,8 @@ from fedlightning.contract.families import Protection, UpdateInterception
 from fedlightning.contract.jobs import WEIGHTINGS
 from fedlightning.contract.messages import Update
 from fedlightning.contract.outgoing import Kind, Outgoing
+from fedlightning.errors import ConfigurationError
+from fedlightning.ranges import in_words
 
 if TYPE_CHECKING:
     from fedlightning.server.server import Server
@@ -37,6 +39,10 @@ ROLES = {
 T = TypeVar("T", bound=FederatedCallback)
 
 
+FIXED = "FederatedTrainer(callbacks=[...]) for a trainer of its own"
+
+
+@in_words({}, dict.fromkeys(("append", "extend", "insert", "remove", "clear", "pop"), FIXED))
 @dataclass
 class CallbackList:
     """Runs events on all callbacks, finds the one that answers a role, refuses double claims.
@@ -94,6 +100,13 @@ class CallbackList:
                     f"{key}.weighting is called with the server and the update, and takes something else. In a class, write "
                     "a method: def weighting(self, server, update)."
                 )
+
+    def __radd__(self, other: Iterable[object]) -> Any:
+        """Refuse what Lightning's Tuner does: `[callback] + trainer.callbacks`."""
+        raise ConfigurationError(
+            f"{', '.join(type(one).__name__ for one in other)} cannot be added to the callbacks of a FederatedTrainer, which "
+            f"has read them. Use {FIXED}; Lightning's Tuner tunes on one client: Tuner(Trainer()).lr_find(module, loader)."
+        )
 
     def __iter__(self) -> Iterator[FederatedCallback]:
         return iter(self.callbacks)

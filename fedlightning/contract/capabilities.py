@@ -36,8 +36,6 @@ class Change(StrEnum):
     ABSENCE = "leaves clients out of rounds"
     GLOBAL_SELECTION = "selects one global model by its scores"
     LOCAL_SELECTION = "keeps the best model of each client"
-    # what follows from several things
-    MIXES = "adds a term to the loss that may couple the records of a batch (training_loss)"
     VALUES = "sends values shaped as the model's entries (wire)"
 
 
@@ -73,9 +71,10 @@ FOLLOWS = METHODS | {
     "weighting": "weighs the clients in the mean",
     "place": "places newcomers by a visit",
     "keeps": "trains or keeps something of each client's own beside the model that travels",
+    "not by_record": "adds a term to the loss that may couple the records of a batch",
     "ModelSelection": "selects models by their scores",
 }
-"""The same of its `weighting`, of the facts `newcomers.place` and `keeps`, and of its family, too."""
+"""The same of its `weighting`, of the facts `newcomers.place`, `keeps` and `by_record`, and of its family, too."""
 
 
 ALTERING = frozenset((Change.PARTS, Change.SMALLER, Change.ALTERS))

@@ -146,8 +146,8 @@ class Deploy(PlainTask):
             raise ValueError(f"There is no checkpoint '{self.kept}' here; there is {[entry['name'] for entry in own]}.")
         with open_client(runner, self.message, record, evaluating=True) as visited:
             module = find_personal_module(runner, visited, self.stage if kept is None else kept["stage"])
-            if kept is not None:
-                load_state(module, kept["model"])
+            own = visited.record.checkpoints.values()
+            load_state(module, next((entry["model"] for entry in own if entry["name"] == self.kept), {}))
         return module
 
     def lost(self, reason: str) -> Deployed:

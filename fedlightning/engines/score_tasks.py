@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import FunctionType
 from typing import Any, cast
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.client import Client
 from fedlightning.client.client_errors import client_failure
-from fedlightning.client.record import ClientRecord
+from fedlightning.client.record import ClientRecord, copy_tree
 from fedlightning.client.requests import Evaluate, MissingScores, ScoreRequest, Scores, Scoring, score_in_turn
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.client.visit import bind, find_personal_module, find_scored_splits, open_client
@@ -321,9 +321,10 @@ class ScoreClient:
         with ExitStack() as stack:
             try:
                 client = stack.enter_context(open_client(runner, self.message, record, evaluating=True))
+                before = copy_tree(client.record.checkpoints)
                 module = None if self._is_known(runner, client) else find_personal_module(runner, client, stage)
                 if module is not None and self.kept:
-                    load_state(module, record.checkpoints[self.kept]["model"])
+                    load_state(module, before[self.kept]["model"])
             except BaseException as error:
                 reason = MissingScores(client_failure(error)).reason
                 yield ()
@@ -352,11 +353,10 @@ class ScoreClient:
                     except BaseException as error:
                         scores = MissingScores(client_failure(error))
                 rows += place.rows(self.scored, scores)
-            if client.record.checkpoints == record.checkpoints:
+            if client.record.checkpoints == before:
                 return rows, None
-            changed = record.copy()
-            changed.checkpoints = client.record.checkpoints
-            return rows, changed
+            base = runner.blueprint.base(runner.blueprint.architecture_of(self.client))
+            return rows, replace(record.copy(), checkpoints=client.record.folded(base).checkpoints)
 
     def _is_known(self, runner: LocalRunner, client: Client) -> bool:
         """Whether all scores are known and nobody asks for the module, so that it need not be built."""

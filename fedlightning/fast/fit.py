@@ -1,7 +1,7 @@
 """The local loop `fast`: what `lightning.pytorch.Trainer.fit` does on one device, and nothing else.
 
 It calls the hooks of the module and of the callbacks in the Trainer's order with the same arguments, under the same
-precision plugin. So the result is the same bit for bit, at a fraction of the cost of a step. `refusals.py` says where
+precision plugin. So the result is the same bit for bit, at a fraction of the cost of a step. `eligibility.py` says where
 it does not apply. The order within a batch:
 
 fetch, to device > on_train_batch_start > training_step > on_before_zero_grad, zero_grad > on_before_backward > backward
@@ -309,7 +309,10 @@ class FastFitter:
         """Return why only Lightning's Trainer can train a module on a loader; `None`: this loop can."""
         settings = self._blueprint.settings
         limit, keeps = settings.trainer_arguments.get("limit_train_batches"), settings.optimizer_state == "keep"
-        return self._of_run or refusals.of_visit(module, loader, limit, keeps)
+        of_class = refusals.of_class(
+            type(module)
+        )  # first: what its `configure_callbacks` adds is no work of the environment
+        return of_class or self._of_run or refusals.of_visit(module, loader, limit, keeps)
 
     def fit(self, job: FitJob) -> FastTrainer:
         """Train the client's module in place."""

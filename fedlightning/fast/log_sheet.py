@@ -1,18 +1,12 @@
 """`self.log` under the fast loop: Lightning's rules and arithmetic, without its cost per call.
 
 Lightning builds a torchmetrics object per name and reduces after every call, some 0.4 ms each. Here a call keeps the
-value; the reduction is done once an epoch, in the same order and precision, so that the numbers are the same bits.
+value; the reduction is done once an epoch, in the same order and precision, so that the numbers are the same bits. Where
+that cannot be, :class:`NotInFastLoop` hands the visit over to Lightning's Trainer.
 
-The exception by which the fast loop hands a visit over to Lightning's Trainer.
-
-Values that a module logs, and their reduction over an epoch in Lightning's order and precision.
-
-The meaning of `self.log`: Lightning's rules, once for every loop that stands in for its Trainer.
-
-Three places log: :mod:`~fedlightning.fast.log_sheet` (one client), :mod:`~fedlightning.stacked.logs` (training
-of a stack) and :mod:`~fedlightning.stacked.scoring` (evaluation of a stack). All of them read a call by
-:func:`log_call` or :func:`rule_of` and keep its value as :func:`scalar`. What they refuse, and when they reduce,
-differs.
+Three places log: this one (one client), :mod:`~fedlightning.stacked.logs` (training of a stack) and
+:mod:`~fedlightning.stacked.scoring` (evaluation of a stack). All of them read a call by :func:`log_call` or
+:func:`rule_of` and keep its value as :func:`scalar`. What they refuse, and when they reduce, differs.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from fedlightning.client.blueprint import deep_copy
+from fedlightning.compat.lazy_clones import lazy_clone
 
 ATOMIC = (
     type, FunctionType, BuiltinFunctionType, CodeType, MethodDescriptorType, WrapperDescriptorType, property,
@@ -152,7 +153,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _clone(tensor: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
-    values = (tensor if values is None else values).detach().clone(memory_format=torch.contiguous_format)
+    values = lazy_clone(tensor if values is None else values)
     return nn.Parameter(values, tensor.requires_grad) if type(tensor) is nn.Parameter else values
 
 

@@ -19,9 +19,9 @@ def changes_of(callback: FederatedCallback) -> set[str]:
     changes = set(facts.changes) | {name for name in METHODS if callback.claims(name)}
     keeps = bool(changes & {Change.START, "shared_names"}) if facts.keeps is None else facts.keeps
     also = {
-        Change.MIXES: bool(changes & {"training_loss", "feature_taps"}) and not facts.by_record,
         Change.KEEPS: keeps,
         "keeps": facts.keeps,
+        "not by_record": bool(changes & {"training_loss", "feature_taps"}) and not facts.by_record,
         "place": facts.newcomers.place is not None,
         "weighting": callback.weighting is not None,
         "ModelSelection": callback.is_of("ModelSelection"),

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from fedlightning.contract import POOLED, Change, FederatedCallback, FirstStep, Setup
 from fedlightning.contract.capabilities import EVERY_SCORE
@@ -250,6 +251,8 @@ class PreflightQuestions:
     def models(self) -> None:
         """Refuse callbacks that several models are too many for, or that cannot say what leaves; list all that does."""
         refuse_mixed(self.server)
+        for module in self.modules.values():
+            refuse_quantized(module)
         for client in {self.blueprint.architecture_of(client): client for client in self.server.clients}.values():
             leaving_of(self.blueprint, client)
         self.server.outgoing = outgoing_of(self.federation)
@@ -386,3 +389,19 @@ class PreflightQuestions:
     def _no_public(self) -> str:
         """What is said of a method that needs public data, where they are missing and the clients are elsewhere."""
         return self.engine.no_public if self.engine.no_public and self.engine.public()[0] is None else ""
+
+
+def refuse_quantized(module: LightningModule) -> None:
+    """Refuse layers of whole numbers (`torch.ao`): their weights are no entries, so that nobody sends or saves them.
+
+    Raises:
+        ConfigurationError: Naming a layer.
+    """
+    for name, value in module.state_dict().items():
+        parts = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(part, Tensor) and part.is_quantized for part in parts):
+            raise ConfigurationError(
+                f"'{name}' of {user_class(module).__name__} holds quantized weights, which no state holds and through which "
+                "no gradient goes: what is before them would not train. Train the network in float32 or bfloat16, and "
+                "quantize what is deployed."
+            )

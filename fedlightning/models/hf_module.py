@@ -30,6 +30,10 @@ ELSEWHERE = {
     "bf16": 'FederatedTrainer(precision="bf16-mixed")',
     "fp16": 'FederatedTrainer(precision="16-mixed")',
     "seed": "FederatedTrainer(seed=...)",
+    "eval_strategy": "FederatedTrainer(evaluation=...)",
+    "save_strategy": "FederatedTrainer(save_state=...)",
+    "load_best_model_at_end": "the callbacks LocalCheckpoint and GlobalCheckpoint",
+    "use_cpu": 'FederatedTrainer(accelerator="cpu")',
     "per_device_train_batch_size": "the data module's batch_size",
     "per_device_eval_batch_size": "the data module's batch_size",
 }
@@ -73,6 +77,19 @@ class HFModule(LightningModule):
     Batches are dicts with `labels`, as `TextDataModule` and the collators of transformers make them. With one label a
     sample the scores are those of `ClassificationMetrics`; with a label a token, `loss`, `perplexity` and `accuracy` are over
     all target tokens of a split, never means of batches' means. The optimizer holds what trains (`requires_grad`).
+
+    A project with `transformers.Trainer` keeps its model, data sets, collator and `TrainingArguments`; what `compute_metrics`
+    worked out, a subclass logs in `validation_step`::
+
+        module = HFModule.from_trainer(model, args)  # warns of what is to be said elsewhere, and where
+        data = TextDataModule({"rome": (train_a, val_a), "oslo": (train_b, val_b)}, collator=collator, batch_size=16)
+        adapters = FedIT(r=8, target_modules=["query", "value"], head="model.classifier")
+        trainer = FederatedTrainer(max_rounds=10, local_epochs=1, callbacks=[adapters])
+        trainer.fit(module, data)
+        unmix(trainer.module()).model.save_pretrained("merged")  # as any model; save_peft writes the adapters alone
+
+    One data set is divided among clients as in `examples/finetune_texts.py`. A frozen network is in memory once, also in
+    bfloat16 or float16 (adapters are float32 then); layers of whole numbers (`torch.ao`) are refused.
 
     A schedule has one horizon, the Trainer's steps. In a federation that is the whole run with `optimizer_state="keep"`; with
     `"reset"` it is one visit, and begins anew in the next.
@@ -139,13 +156,15 @@ class HFModule(LightningModule):
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         read = {*HERE, *words, "adam_beta1", "adam_beta2", "gradient_checkpointing", "output_dir"}
-        other = []
+        other, plain = [], type(args)(output_dir=args.output_dir)  # what nobody has said
         for field in dataclasses.fields(args):
-            value, default = getattr(args, field.name), field.default
-            default = field.default_factory() if field.default_factory is not dataclasses.MISSING else default
+            value = getattr(args, field.name)
             important = field.name in ("num_train_epochs", "max_grad_norm", "per_device_train_batch_size")
-            if field.init and field.name not in read and (important or value != default) and value is not None:
-                other.append(f"{field.name}={value!r} ({ELSEWHERE.get(field.name, 'no counterpart')})")
+            changed = important or value != getattr(plain, field.name)
+            if field.init and field.name not in read and changed and value is not None:
+                other.append(
+                    f"{field.name}={getattr(value, 'value', value)!r} ({ELSEWHERE.get(field.name, 'no counterpart')})"
+                )
         if other:
             warnings.warn(f"Not read by HFModule: {'; '.join(other)}.", UserWarning, stacklevel=2)
         betas = (args.adam_beta1, args.adam_beta2)
@@ -191,7 +210,10 @@ class HFModule(LightningModule):
             raise ValueError(
                 "HFModule scores classes and tokens, and the labels are fractions. Override validation_step."
             )
-        logits = output.logits[:, :-1] if self.shifts and target.ndim > 1 else output.logits
+        logits = output.logits
+        if target.ndim > 1:
+            logits = logits[:, logits.shape[1] - batch["labels"].shape[1] :]  # soft prompts stand before the tokens
+            logits = logits[:, :-1] if self.shifts else logits
         metrics["classes" if target.ndim == 1 else "tokens"].update(logits, target, output.loss)
 
     def on_validation_epoch_end(self) -> None:

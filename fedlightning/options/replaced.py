@@ -34,6 +34,13 @@ REPLACED = {
     "num_sanity_val_steps": "sanity_check=False to leave out the trial before round 1",
     "enable_model_summary": "dry_run(model, data), which prints what the model holds and what a round sends",
     "enable_autolog_hparams": "logger, whose files have the hyper-parameters",
+    "num_clients": "the partitioner's, as in Partitioned(data, IIDPartitioner(10)), or a loader for each client in fit",
+    "partitioner": "Partitioned(data, partitioner) in fit",
+    "algorithm": "callbacks=[FedProx(mu=0.1)]: every algorithm is a callback",
+    "batch_size": "the data module's",
+    "lr": "the module's, and lr_decay for a factor a round",
+    "gpus": "accelerator and devices",
+    "resume_from_checkpoint": "fit(resume=FOLDER) to go on with a run",
     "barebones": "local_loop='fast', logger=False, save_state=0 and enable_progress_bar=False",
     "model_registry": "the files in the run's folder, and fedlightning card",
 }

@@ -19,6 +19,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fedlightning.compat.lazy_clones import to_read
+
 ALIGNMENT = 64
 """Bytes. torch aligns its own CPU tensors so; kernels then take the same path on a mapped one."""
 
@@ -58,7 +60,7 @@ class Arena:
     def __init__(self, descriptor: int | None = None, private: bool = False) -> None:
         self.descriptor = anonymous_file() if descriptor is None else descriptor
         self._access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
-        self._memory: memoryview = memoryview(b"")
+        self._memory: memoryview = memoryview(bytearray())  # nothing, and it may be written
         self.end = 0
 
     def append(self, data: memoryview) -> Slot:
@@ -128,7 +130,7 @@ class Broadcast(Generic[Shared]):
         if self._seen.get(id(tensor)) is not tensor:
             self._seen[id(tensor)] = tensor
             return None
-        slot = self.arena.append(_bytes_of(tensor))
+        slot = self.arena.append(_bytes_of(to_read(tensor)))
         self._written[id(tensor)] = (tensor, slot)
         return slot
 
@@ -175,7 +177,7 @@ class Packing:
             return None
         if id(value) not in self._known:
             slot = None if self._broadcast is None else self._broadcast.slot(value)
-            place = ("own", self._arena.append(_bytes_of(value))) if slot is None else ("broadcast", slot)
+            place = ("own", self._arena.append(_bytes_of(to_read(value)))) if slot is None else ("broadcast", slot)
             self._known[id(value)] = (value, (*place, value.dtype, tuple(value.shape)))
         return self._known[id(value)][1]
 

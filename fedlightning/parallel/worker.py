@@ -139,6 +139,8 @@ def take_over(switches: Switches, parts: Mapping[str, Any]) -> LocalRunner:
         warnings.simplefilter("ignore")
         adapt(parts["template"], parts["settings"].callbacks, parts["data"], getattr(parts["data"], "datamodule", 0))
     own = {name: part for name, part in parts.items() if name not in OF_DATA}
+    for entry in own["template"].parameters():  # in memory of this process, which its models can share
+        entry.data = entry.data.clone()
     return LocalRunner(Blueprint(**own), **{name: parts[name] for name in OF_DATA})
 
 

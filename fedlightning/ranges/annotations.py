@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, dataclass_transform, get_args, get_origin
 
 from fedlightning.errors import ConfigurationError
-from fedlightning.ranges.together import fault_of, refuse_call, replaced_in, shown
+from fedlightning.ranges.together import Init, Kind, fault_of, refuse_call, replaced_in, shown
 
 PLAIN = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
 """Kinds of plain values, in words."""
@@ -339,10 +339,6 @@ def _declared(annotation: Any) -> list[Range | Length | Instance]:
     return own + [found for one in get_args(annotation) for found in _declared(one)]
 
 
-Kind = TypeVar("Kind", bound=type)
-Init = TypeVar("Init", bound=Callable[..., None])
-
-
 def checked(init: Init) -> Init:
     """Refuse arguments that their annotations rule out: numbers outside their `Range`, words outside a `Literal`.
 
@@ -393,6 +389,34 @@ def check_on_creation(kind: Kind) -> Kind:
     if "__init__" in vars(kind):
         kind.__init__ = checked(kind.__init__)  # type: ignore[misc]
     return kind
+
+
+@dataclass_transform(eq_default=False)
+def make_init(kind: Kind) -> Kind:
+    """Make the `__init__` of a class out of the arguments that its body declares: kept under their names, and checked.
+
+    A decorator for classes whose constructor would do nothing else. What it has to do beside goes into `__post_init__`, and
+    what is declared of several arguments, such as :func:`at_most_one`, above the decorator. Arguments of a base class are no
+    arguments here unless they are declared again.
+
+    It is the constructor of a dataclass, and nothing else is one's: equality and representation are those of the base, and
+    whoever looks for arguments (jsonargparse) finds a constructor, whose annotations are read in the class's own module.
+
+    Example:
+        >>> @make_init
+        ... class Noise:
+        ...     sigma: Annotated[float, Range("[0, inf)")] = 1.0
+        >>> Noise().sigma
+        1.0
+        >>> Noise(sigma=-1)
+        Traceback (most recent call last):
+            ...
+        fedlightning.errors.ConfigurationError: Noise got sigma=-1. Use a number in [0, inf).
+    """
+    dataclass(eq=False, repr=False, match_args=False)(kind)  # in place
+    for name in ("__dataclass_fields__", "__dataclass_params__"):
+        delattr(kind, name)
+    return check_on_creation(kind)
 
 
 def check_arguments(owner: object, init: Callable[..., None], arguments: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedlightning.errors import count_of
 from fedlightning.report.context import Context
 from fedlightning.report.html import Page, Section, Trouble, render, slug
 from fedlightning.report.sections import (
@@ -62,7 +63,7 @@ def _title(studies: Mapping[str, Study]) -> str | None:
     name, study = next(iter(studies.items()))
     if len(studies) > 1 or not name or name.startswith(("compare_", "runs")):
         return None
-    return f"{name}: {_metric_of(study)} of {len(study.data.methods)} methods on {_data_name(study)}"
+    return f"{name}: {_metric_of(study)} of {count_of(study.data.methods, 'method')} on {_data_name(study)}"
 
 
 def _metric_of(study: Study) -> str:
@@ -99,8 +100,12 @@ def make_page(
     methods = list(dict.fromkeys(method for study in studies.values() for method in study.data.methods))
     return Page(
         title=title
-        or (f"{', '.join(studies)}: {word}" if several else f"{_data_name(first)}: {word} of {len(methods)} methods"),
-        subtitle=f"{len(studies)} data sets, {len(methods)} methods" if several else _facts_line(first),
+        or (
+            f"{', '.join(studies)}: {word}"
+            if several
+            else f"{_data_name(first)}: {word} of {count_of(methods, 'method')}"
+        ),
+        subtitle=f"{len(studies)} data sets, {count_of(methods, 'method')}" if several else _facts_line(first),
         answers={context.name: answers(context) for context in contexts},
         problems=[trouble for context in contexts for trouble in _troubles(context, "problem")],
         notes=[trouble for context in contexts for trouble in _troubles(context, "note")],
@@ -199,8 +204,5 @@ def _data_name(study: Study) -> str:
 def _facts_line(study: Study) -> str:
     clients = {len(run.clients) for run in study.data.runs if run.clients}
     count = " or ".join(map(str, sorted(clients))) or "?"
-    seeds = len(study.data.seeds)
-    return (
-        f"Deployed models, test {_metric_of(study)} · {len(study.data.methods)} methods × {seeds} seed"
-        f"{'s' if seeds != 1 else ''} · {count} clients"
-    )
+    methods, seeds = count_of(study.data.methods, "method"), count_of(study.data.seeds, "seed")
+    return f"Deployed models, test {_metric_of(study)} · {methods} × {seeds} · {count} clients"

@@ -18,8 +18,13 @@ LOWER_IS_BETTER = (
 )
 """Words of metrics where less is better, as parts of a name: `val_loss`, `test/loss`, `MeanSquaredError`."""
 
-DEFAULTS = ("accuracy", "rmse", "c_index", "loss")
-"""Metrics that runs are compared by if nobody says, the first that all of them have."""
+ACCURACY = ("accuracy", "acc")
+"""Names of the share of right answers; every metric of that name is counted as one."""
+DEFAULTS = (
+    *(*ACCURACY, "balanced_accuracy", "f1_macro", "auroc"),
+    *("rmse", "mae", "c_index", "dice", "iou", "f1", "loss"),
+)
+"""Metrics in the order of importance. Runs are compared by the first that all of them have, if nobody says."""
 
 SHARES = (
     "accuracy",
@@ -127,6 +132,8 @@ def choose_metric(known: Sequence[Sequence[str]]) -> str:
     Example:
         >>> choose_metric([["loss", "accuracy"], ["loss", "accuracy", "auroc"]]), choose_metric([["loss", "rmse", "mae"]])
         ('accuracy', 'rmse')
+        >>> choose_metric([["loss", "acc"]]), choose_metric([["loss", "f1", "iou"]])
+        ('acc', 'iou')
     """
     common = [name for name in known[0] if all(name in metrics for metrics in known)] if known else []
     return next((name for name in (*DEFAULTS, *common) if name in common), DEFAULTS[0])

@@ -13,10 +13,9 @@ from rich.table import Table
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.contract import POOLED
 from fedlightning.errors import listed
+from fedlightning.scores.metrics import DEFAULTS
 from fedlightning.scores.rows import LOCAL, UNSEEN
 
-PREFERRED = ("accuracy", "balanced_accuracy", "f1_macro", "auroc", "loss")
-"""Metrics shown first, if a module has them. Others follow in the module's order while there is room."""
 STAGES = {"G": "G: server's model", "L1": "L1: as received", "L2": "L2: after local training"}
 _LABEL_COLUMNS = ("checkpoint", "stage", "data")
 _CELL = len("0.0000 ± 0.0000")
@@ -33,17 +32,17 @@ Result = dict[str, Any]
 
 
 def important_metrics(results: Sequence[Result], limit: int | None = None) -> list[str]:
-    """Return the metrics in `results` without their split, those of :data:`PREFERRED` first.
+    """Return the metrics in `results` without their split, the most important first; others follow in the module's order.
 
     Both `test_loss` and `test/loss` are `loss`.
 
     Example:
         >>> rows = [{"metric": f"test_{name}", "split": "test"} for name in ("loss", "dice", "accuracy")]
         >>> important_metrics(rows)
-        ['accuracy', 'loss', 'dice']
+        ['accuracy', 'dice', 'loss']
     """
     found = list(dict.fromkeys(bare(row) for row in results))
-    known = [name for name in PREFERRED if name in found]
+    known = [name for name in DEFAULTS if name in found]
     return (known + [name for name in found if name not in known])[:limit]
 
 

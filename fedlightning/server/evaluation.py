@@ -6,13 +6,11 @@ copy of its state, so absent clients are treated like those that took part. The 
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -20,13 +18,13 @@ from fedlightning.client.requests import Evaluate, Scores
 from fedlightning.contract import POOLED
 from fedlightning.contract.messages import GLOBAL, Update
 from fedlightning.engines.attempts import stop_at
-from fedlightning.engines.base import ClientStore, Engine
+from fedlightning.engines.base import Engine
 from fedlightning.engines.score_tasks import Lost, Place, ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.errors import warn
 from fedlightning.scores.rows import EVERYBODY, LATEST, LOCAL, Gap, Row
 from fedlightning.server.server import Scores as ScoresOfRound
 from fedlightning.server.server import Server
-from fedlightning.tensors import State, equal, module_state
+from fedlightning.tensors import State, equal, module_state, state_digest
 from fedlightning.wrappers import user_class
 
 
@@ -251,7 +249,7 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
 
     drawn: list[tuple[str, str]] = []  # the tasks: client and callback
     leader: dict[tuple[str, str], tuple[str, str]] = {}  # of a task: the first one with the very same model
-    first: dict[bytes, tuple[str, str]] = {}
+    first: dict[str, tuple[str, str]] = {}
     # else what is deployed is more than the kept entries, or nobody here knows whose are the same
     alike = server.callbacks.role("personal_module") is None and engine.store.is_here
 
@@ -260,7 +258,11 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
             for key in engine.store.note(client).checkpoints:
                 one = (client, key)
                 drawn.append(one)
-                leader[one] = first.setdefault(_content(engine.store, *one), one) if alike else one
+                leader[one] = one
+                if alike:
+                    leader[one] = first.setdefault(
+                        state_digest(engine.store.get(client).checkpoints[key]["model"]), one
+                    )
                 yield task(client, key, tuple(d for d in evaluate.data if d != POOLED or leader[one] == one))
 
     found = {drawn[place]: rows_of_task for place, rows_of_task in enumerate(engine.map(tasks()))}
@@ -285,15 +287,6 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
             local = [row for row in part if row.data == LOCAL]
             rows += [*local, *(row for row in pooled if row.split == split), *part[len(local) :]]
     return _without_gaps(server, engine, rows)
-
-
-def _content(store: ClientStore, client: str, key: str) -> bytes:
-    """Return a digest of a model that a client has selected: equal for equal states."""
-    found = hashlib.sha256()
-    for name, value in store.get(client).checkpoints[key]["model"].items():
-        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        found.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
-    return found.digest()
 
 
 def tell_of_silence(server: Server, engine: Engine, split: str, rows: Sequence[Row], asked: bool = True) -> None:

@@ -20,7 +20,7 @@ from fedlightning.contract import POOLED, AsynchronousMethod, Change, ClientSele
 from fedlightning.contract.messages import Message, Trip, Update, contributors
 from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError
-from fedlightning.ranges import Counts, Range, check_on_creation, needs
+from fedlightning.ranges import Counts, Range, check_on_creation, make_init, needs
 from fedlightning.server.round_clock import NO_CLOCK, Clock
 from fedlightning.server.server import Server
 from fedlightning.server.update_collector import UpdateCollector
@@ -174,6 +174,10 @@ def no_plan() -> Plan:
     yield from ()
 
 
+@needs("deadline", "clock", why="nothing tells who is late. Give it a VirtualClock.")
+@needs("first", "clock", why="nothing tells who is late. Give it a VirtualClock.")
+@needs("late", "deadline", why="there is nothing to be in time for. Give it one.")
+@make_init
 class Synchronous(Loop):
     """Rounds in which everybody who takes part is waited for: the default.
 
@@ -199,21 +203,12 @@ class Synchronous(Loop):
         (Synchronous(clock=None, deadline=None, late='drop', first=None), 60)
     """
 
-    @needs("deadline", "clock", why="nothing tells who is late. Give it a VirtualClock.")
-    @needs("first", "clock", why="nothing tells who is late. Give it a VirtualClock.")
-    @needs("late", "deadline", why="there is nothing to be in time for. Give it one.")
-    def __init__(
-        self,
-        clock: Clock | None = None,
-        deadline: Annotated[float, Range("(0, inf)", "In virtual seconds.")] | None = None,
-        late: Literal["drop", "partial"] = "drop",
-        first: Annotated[int, Range("[1, inf)", "The number of updates that suffice.", strict=True), Counts("clients")]
-        | None = None,
-    ) -> None:
-        self.clock = clock
-        self.deadline = deadline
-        self.late = late
-        self.first = first
+    clock: Clock | None = None
+    deadline: Annotated[float, Range("(0, inf)", "In virtual seconds.")] | None = None
+    late: Literal["drop", "partial"] = "drop"
+    first: (
+        Annotated[int, Range("[1, inf)", "The number of updates that suffice.", strict=True), Counts("clients")] | None
+    ) = None
 
     def check(self, server: Server) -> None:
         """Refuse algorithms that take updates in as they arrive.

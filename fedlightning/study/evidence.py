@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from fedlightning.scores.metrics import metric_label
+from fedlightning.errors import count_of, listed
+from fedlightning.scores.metrics import ACCURACY, metric_label
 from fedlightning.study.columns import LOCAL
 from fedlightning.study.curves import round_means
 from fedlightning.study.data import StudyData, Table
@@ -53,14 +54,14 @@ def reference(study: StudyData) -> Reference | None:
     if study.metric in CHANCE:
         return Reference("chance", dict.fromkeys(study.seeds, CHANCE[study.metric]))
     levels: dict[int, list[float]] = {}
-    names = {"accuracy": "each client’s commonest class", "balanced_accuracy": "chance"}
+    names = dict.fromkeys(ACCURACY, "each client’s commonest class") | {"balanced_accuracy": "chance"}
     name = names.get(study.metric, "each client’s mean")
     for (method, seed), found in study.finished.items():
         if (method, seed) in study.odd:
             continue
-        if study.metric in ("accuracy", "balanced_accuracy"):
+        if study.metric in names:
             counts = [of for of in classes_of(found.run).values() if sum(of)]
-            shares = [max(of) / sum(of) if study.metric == "accuracy" else 1 / sum(n > 0 for n in of) for of in counts]
+            shares = [max(of) / sum(of) if study.metric in ACCURACY else 1 / sum(n > 0 for n in of) for of in counts]
         else:
             shares = _errors_of_mean(study, method, seed) if study.metric in ("rmse", "mse") else []
         if shares:
@@ -91,26 +92,59 @@ def above_reference(study: StudyData, method: str) -> bool | None:
 
     `None` where that cannot be said.
     """
-    level = reference(study)
-    scores = {} if level is None else {s: one.mean for s, one in study.deployed(method).items() if s in level.by_seed}
-    if level is None or not scores or None in scores.values():
+    gains = _over_constant(study, method)
+    if not gains:
         return None
-    sign = 1.0 if study.higher_is_better else -1.0
-    found = study.estimate([sign * (mean - level.by_seed[s]) for s, mean in scores.items() if mean is not None])
+    found = study.estimate(gains)
     return found.mean is not None and (found.ci95 or [found.mean])[0] > 0
+
+
+def _over_constant(study: StudyData, method: str) -> list[float]:
+    """Return how much better than the constant answer a method is at each seed; nothing where that is not known of all."""
+    level, sign = reference(study), 1.0 if study.higher_is_better else -1.0
+    scores = {} if level is None else {s: one.mean for s, one in study.deployed(method).items() if s in level.by_seed}
+    if level is None or None in scores.values():
+        return []
+    return [sign * (mean - level.by_seed[s]) for s, mean in scores.items() if mean is not None]
 
 
 def no_better_than_constant(study: StudyData) -> str | None:
     """Return a sentence if no method is clearly above a constant answer."""
     found = [above_reference(study, method) for method in study.methods]
-    level = reference(study)
-    if level is None or not found or any(found) or all(one is None for one in found):
+    if any(found) or all(one is None for one in found):
         return None
-    what = "answering " + level.name if level.name != "chance" else "chance"
+    way_out = _more_seeds(study, study.methods) or " Train longer, or tune the learning rate first."
     return (
-        f"No method is clearly better than {what} ({metric_label(study.metric)} {level.level:.3g}): what was learnt, if "
-        "anything, does not show, and the order of the methods means nothing. Train longer, or tune the learning rate first."
+        f"No method is clearly better than {_constant(study)}: what was learnt, if anything, does not show, and the order of "
+        f"the methods means nothing.{way_out}"
     )
+
+
+def some_no_better_than_constant(study: StudyData) -> str | None:
+    """Return a sentence on the methods that are not clearly above a constant answer, where another one is."""
+    found = {method: above_reference(study, method) for method in study.methods}
+    names = [method for method, above in found.items() if above is False]
+    if not names or not any(found.values()):
+        return None
+    verb = "is" if len(names) == 1 else "are"
+    return f"{listed(names, most=len(names))} {verb} not clearly better than {_constant(study)}.{_more_seeds(study, names)}"
+
+
+def _more_seeds(study: StudyData, methods: Sequence[str]) -> str:
+    """Return who is above a constant answer at each seed, so that more seeds may tell; nothing if nobody is."""
+    above = [method for method in methods if min(_over_constant(study, method), default=0) > 0]
+    if not above:
+        return ""
+    verb = "is" if len(above) == 1 else "are"
+    seeds = count_of(study.seeds, "seed")
+    return f" {listed(above, most=len(above))} {verb} better at each seed, but intervals of {seeds} are wide: run more."
+
+
+def _constant(study: StudyData) -> str:
+    level = reference(study)
+    assert level is not None  # where a method is above it or not
+    what = "answering " + level.name if level.name != "chance" else "chance"
+    return f"{what} ({metric_label(study.metric)} {level.level:.3g})"
 
 
 def word_of_best(study: StudyData) -> str:

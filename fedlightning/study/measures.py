@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fedlightning.scores.metrics import ERRORS, SHARES, bare, choose_metric, higher_is_better
+from fedlightning.scores.metrics import ACCURACY, ERRORS, SHARES, bare, choose_metric, higher_is_better
 from fedlightning.study.columns import LOCAL, PERSONAL
 from fedlightning.study.fairness import Spread, spread
 from fedlightning.study.runs import DEPLOYED, Run
@@ -137,7 +137,7 @@ def common_metric(runs: Iterable[Run], split: str = "test") -> str:
     done = [run for run in runs if run.error is None]
     known = [metrics for run in done if (metrics := RunScores(run).metrics(split))]
     chosen = choose_metric(known)
-    if chosen == "accuracy" and (classes := _unbalanced(done)):
+    if chosen in ACCURACY and (classes := _unbalanced(done)):
         wanted = (*(("auroc",) if classes == 2 else ()), "balanced_accuracy")
         return next((name for name in wanted if all(name in metrics for metrics in known)), chosen)
     return chosen

@@ -12,7 +12,12 @@ from fedlightning.scores.metrics import bare
 from fedlightning.study.baselines import odd_splits, why_not
 from fedlightning.study.columns import LOCAL, UNSEEN
 from fedlightning.study.data import StudyData
-from fedlightning.study.evidence import no_better_than_constant, still_improving, without_effect
+from fedlightning.study.evidence import (
+    no_better_than_constant,
+    some_no_better_than_constant,
+    still_improving,
+    without_effect,
+)
 from fedlightning.study.roles import NEEDED
 from fedlightning.study.terms import unequal
 from fedlightning.study.token_tables import CONSERVED, missing
@@ -74,8 +79,9 @@ def find_problems(study: StudyData) -> list[Problem]:
 
 def _evidence(study: StudyData) -> Iterator[Problem]:
     constant = no_better_than_constant(study)
-    if constant is not None:
-        yield Problem("nothing_learnt", None, None, constant)
+    told = constant or some_no_better_than_constant(study)
+    if told is not None:
+        yield Problem("nothing_learnt", None, None, told)
     trained = [name for name in study.methods if (steps(study, name) or 0) > 0]
     improving = still_improving(study)
     if improving:

@@ -400,6 +400,18 @@ def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 
 
+def is_same(value: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same type and bits, on whatever device.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.tensors import is_same
+        >>> is_same(torch.ones(2), torch.ones(2)), is_same(torch.ones(2), torch.ones(2).half())
+        (True, False)
+    """
+    return value.dtype == other.dtype and torch.equal(value.detach().to(other.device), other)
+
+
 def first_nonfinite(state: Mapping[str, Tensor]) -> str | None:
     """Return the first name whose tensor holds a NaN or an infinity, or `None`.
 

@@ -190,8 +190,10 @@ def state_digest(state: State) -> str:
     for name, value in state.items():
         found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         flat = value.detach().cpu().contiguous().reshape(-1)
-        if flat.numel():
-            found.update(flat.view(torch.uint8).numpy().data)
+        for piece in flat.split(2**20) if flat.numel() else ():
+            found.update(
+                piece.clone().view(torch.uint8).numpy().data
+            )  # numpy asks to write: a lazy clone would be no more
     return found.hexdigest()
 
 

@@ -26,7 +26,7 @@ from fedlightning.seeding import generator
 from fedlightning.server.loop import Loop, allowed, last_scores, left_behind
 from fedlightning.server.server import Server
 from fedlightning.server.update_collector import UpdateCollector
-from fedlightning.virtual_time.clock import VirtualClock
+from fedlightning.virtual_time.clock import VirtualClock, unreachable
 from fedlightning.virtual_time.in_flight import HeldRecords, InFlight, Planned
 from fedlightning.virtual_time.speed import FixedSpeed
 
@@ -197,11 +197,7 @@ class Asynchronous(Loop):
             wanted = rule.count - taken if taken < rule.count else len(self._in_flight)
             job = self._next(server, engine, evaluate, wanted, start)
             if job is None:
-                raise FederationError(
-                    f"Round {server.round + 1}: nobody is at work, and no client can be reached any more after "
-                    f"{server.costs.virtual_time:g} virtual seconds, with {taken} of {rule.count} updates taken in. Let the "
-                    "availability begin anew (period), or train for fewer rounds."
-                )
+                raise unreachable(server, f", with nobody at work and {taken} of {rule.count} updates taken in")
             if rule.models and taken >= rule.count * (steps + 1):  # a share of each, not the sum of all shares at once
                 collector.step()
                 steps += 1

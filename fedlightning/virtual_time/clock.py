@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from fedlightning.server.server import Server
 
 
+def unreachable(server: Server, progress: str = "") -> FederationError:
+    """Return the end of a run in which nobody can be reached any more."""
+    return FederationError(
+        f"Round {server.round + 1}: no client can be reached any more after {server.costs.virtual_time:g} virtual "
+        f"seconds{progress}. Let the availability begin anew (period), or train for fewer rounds."
+    )
+
+
 @dataclass
 class RoundTimes(RoundClock):
     """The clock of one round: its lists of jobs follow one another, the jobs of a list run side by side.
@@ -76,10 +84,7 @@ class RoundTimes(RoundClock):
         if not any(clock.available(client, waking) for client in server.clients):
             waking = min(clock.next_available(client, waking) for client in server.clients)
         if math.isinf(waking):
-            raise FederationError(
-                f"Round {server.round + 1}: no client can be reached any more after {server.costs.virtual_time:g} virtual "
-                "seconds. Let the availability begin anew (period), or train for fewer rounds."
-            )
+            raise unreachable(server)
         server.costs.virtual_time = waking
         limit = math.inf if deadline is None else deadline
         return cls(clock, server, Planned(engine), limit, late, first, _round_began=waking)

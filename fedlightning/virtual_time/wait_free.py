@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract import Decentralised
 from fedlightning.contract.messages import Message, Outcome, Trip, Update
-from fedlightning.engines.attempts import FederationError
 from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import Range, at_most_one
@@ -18,7 +17,7 @@ from fedlightning.server.round_clock import NO_CLOCK, RoundClock
 from fedlightning.server.server import Server
 from fedlightning.server.update_collector import UpdateCollector
 from fedlightning.tensors import State
-from fedlightning.virtual_time.clock import VirtualClock
+from fedlightning.virtual_time.clock import VirtualClock, unreachable
 from fedlightning.virtual_time.in_flight import Planned
 
 Step = tuple[int, float, float]
@@ -124,11 +123,7 @@ class WaitFree(Loop):
         while self.steps is None or len(done) < self.steps * len(self._steps):
             now = min((step[2] for step in self._steps.values()), default=math.inf)
             if math.isinf(now) and math.isinf(end):
-                raise FederationError(
-                    f"Round {server.round + 1}: no client can be reached any more after {server.costs.virtual_time:g} "
-                    f"virtual seconds, with {len(done)} steps taken. Let the availability begin anew (period), or train for "
-                    "fewer rounds."
-                )
+                raise unreachable(server, f", with {len(done)} steps taken")
             if now > end:
                 break
             server.costs.virtual_time = now

@@ -7,7 +7,7 @@ In order of importance:
 * `features`: read the input or output of a submodule during a step.
 * `dual`: FENDA's two feature extractors (`fusion` and `twin` are its machinery).
 * `mixer`: APFL's mixture of two models' logits.
-* `submodel`: a smaller copy of a network (`slices` is the arithmetic, `submodel_check` the test of a cut).
+* `submodel`: a smaller copy of a network (`slices` is the arithmetic).
 * `adapters`: low-rank adapters.
 * `heads`: find a network's head by name. `follow`: keep a second copy of a module in step with the first.
 """

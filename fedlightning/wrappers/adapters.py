@@ -115,6 +115,9 @@ def add_adapters(
         holder.layer = layer = module.get_submodule(path)
         config = peft.LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=["layer"])
         adapted: Any = peft.inject_adapter_in_model(config, holder, ADAPTER).layer
+        if layer.weight.dtype in (torch.float16, torch.bfloat16):  # small steps, and means, would round to nothing
+            for factors in (adapted.lora_A, adapted.lora_B):
+                factors.to(dtype=torch.float32)
         adapted.lora_A.requires_grad_(train_a)
         _put(module, layer, adapted)
     return _with_mixin(module, paths, trained)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast
 
@@ -20,6 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fedlightning.compat.lazy_clones import copy_module
 from fedlightning.compat.lightning_runs import detached_copy, takes_index
 from fedlightning.layers import ordered_layers
 from fedlightning.wrappers.features import FeatureTap
@@ -201,7 +201,7 @@ def pair(
     for name in (SHARED, PROJECTION):
         if hasattr(module, name):
             raise ValueError(f"{user_class(module).__name__} has an attribute `{name}` of its own. Rename it.")
-    second = unmix(deepcopy(module)) if shared is None else detached_copy(shared)
+    second = unmix(copy_module(module)) if shared is None else detached_copy(shared)
     parts = _Pair(_head(module, head), _head(second, shared_head), loss)
     mapped = None
     if project:

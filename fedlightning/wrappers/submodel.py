@@ -5,9 +5,7 @@ determine the kept indices of every state entry (`entry_slices`) and the smaller
 arithmetic on their states. The caller chooses the units: `first_units`, or one of `units` (a rolling window, a random set).
 
 This works for plain chains of linear and convolutional layers with normalisation, and residual sums of them.
-`submodel_check.verify` tests that a module is one.
-
-Check a sub-model by running it beside the full model.
+`verify` tests that a module is one, by running a sub-model beside the full model.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import contextlib
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from fedlightning.compat.lazy_clones import copy_module
 from fedlightning.seeding import isolated, preserved
 from fedlightning.wrappers import heads
 from fedlightning.wrappers.follow import SIMPLE
@@ -382,7 +382,7 @@ def make_twin(module: LightningModule, head: str, entry: str, *, fresh: bool, se
         >>> [name for name, _ in twin.named_parameters()]
         ['net.fc1.weight', 'net.fc1.bias']
     """
-    twin = unmix(deepcopy(module))
+    twin = unmix(copy_module(module))
     for name, child in list(twin.named_modules(remove_duplicate=False)):
         if name and isinstance(child, (Metric, MetricCollection)):
             heads.replace_everywhere(twin, child, NoMetric())

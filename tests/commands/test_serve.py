@@ -49,6 +49,10 @@ def no_flower(monkeypatch, tmp_path):
         (("serve", "--config", CONFIG, "--sites=0"), "sites=0 must be at least 1"),
         (("serve", "--config", CONFIG, "--sites=2", "--trainer.engine=processes"), "clients at sites train there"),
         (("serve", "--config", CONFIG, "--sites=2", "--insecure=true"), "trainer.failures.timeout is not set"),
+        (
+            (*SERVE, "--evaluate=true", "--trainer.init_from=m.ckpt"),
+            "trains nothing, and trainer.callbacks has LocalCheckpoint, GlobalCheckpoint. Take them out of the file",
+        ),
         ((*SERVE, "--port=0"), "port=0 must be from 1 to 65535"),
         ((*SERVE, "--host=203.0.113.1"), "host='203.0.113.1' is no address of this machine"),
         ((*SERVE, "--port={free}"), "pip install flwr==1.41.0"),
@@ -76,6 +80,7 @@ def no_flower(monkeypatch, tmp_path):
             "sites",
             "engine",
             "timeout",
+            "evaluate with methods",
             "port 0",
             "host elsewhere",
             "flower",
@@ -108,6 +113,26 @@ def test_data_that_are_not_at_the_site_are_said_before_it_waits_for_a_server(tmp
     words = ["site", "--config", "configs/sites/run.yaml", "--config", "configs/sites/data.yaml", "--superlink=x:1"]
     error = said(capsys, *words, "--name=a", "--insecure=true", f"--folder={tmp_path}", f"--data.root={tmp_path}")
     assert "processed.cleveland.data not found in" in error
+
+
+def test_words_that_a_sites_file_alone_has_are_named_before_it_waits_for_a_server(tmp_path, capsys):
+    """With other words elsewhere a network's input would mean one thing at one site and another at the next."""
+    rows = [f"{40 + i},{('no', 'yes', 'once')[i % 3]},{i % 2}" for i in range(40)]
+    (tmp_path / "a.csv").write_text("\n".join(["age,smoker,ill", *rows]))
+    options = {"path": str(tmp_path / "a.csv"), "target": "ill", "partitioner": {"class_path": "IIDPartitioner"}}
+    options["partitioner"]["init_args"] = {"num_clients": 1}
+    words = ["site", "--config", "configs/sites/run.yaml", "--config", str(tmp_path / "d.yaml"), "--superlink=x:1"]
+    words += ["--name=a", "--insecure=true", f"--folder={tmp_path}"]
+    for named, sentence in (
+        (
+            {},
+            "alone decides classes: ['0', '1'], categories: {'smoker': ['no', 'once', 'yes']}. Another site's may have",
+        ),
+        ({"classes": ["0", "1"], "categories": {"smoker": ["no", "once", "yes"]}}, "pip install flwr"),
+    ):
+        data = {"class_path": "TabularFederatedDataModule", "init_args": options | named}
+        (tmp_path / "d.yaml").write_text(yaml.safe_dump({"data": data}))
+        assert sentence in " ".join(said(capsys, *words).split())
 
 
 def test_a_site_knows_its_clients_before_flower_is_asked(tmp_path, monkeypatch):

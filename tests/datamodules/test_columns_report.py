@@ -81,7 +81,8 @@ def test_a_regression_has_no_classes_and_a_file_is_read_once_a_column(tmp_path, 
     monkeypatch.setattr(tabular, "read_table", lambda *of: reads.append(of) or read(*of))
     assert main(["partition", "--config", "c.yaml"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "TV" not in shown and "'pressure' is a measurement" in shown and "in_features=2" in shown
+    assert "TV" not in shown and "'pressure' is a measurement" in shown
+    assert "in_features=2 of its network: age, dose." in shown
     assert "standardised by its own rows (scale: local)" in shown
     assert len(reads) <= 1 + 3  # 12 clients ask for each of 3 columns
 

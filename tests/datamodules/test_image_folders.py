@@ -101,3 +101,19 @@ def test_a_class_of_one_image_is_asked_about(root):
         UserWarning, match="class 'cats' has one of 43 samples. If that is a slip, .* take other folders"
     ):
         ImageFolderDataModule(str(root)).setup()
+
+
+def test_a_site_that_lacks_a_class_numbers_the_others_as_all_sites_do(root):
+    """By its own folders `owl` would be 1 at this site, and 2 at the others."""
+    alone = root / "alone"
+    alone.mkdir()
+    (root / "b").rename(alone / "b")
+    data = ImageFolderDataModule(str(alone), size=(4, 5))
+    data.setup()
+    assert data.named_by_file == {"class_names": ["cat", "owl"]} and data.num_classes == 2
+    named = ImageFolderDataModule(str(alone), size=(4, 5), class_names=["cat", "dog", "owl"])
+    named.setup()
+    assert named.named_by_file == {} and named.num_classes == 3
+    assert named.class_counts("b", "train")[:2] == [data.class_counts("b", "train")[0], 0]
+    with pytest.raises(ValueError, match=r"there are folders owl, and class_names has \['cat', 'dog'\]"):
+        ImageFolderDataModule(str(alone), size=(4, 5), class_names=["cat", "dog"]).setup()

@@ -400,3 +400,9 @@ def test_it_goes_by_the_name_of_what_it_divides():
         data.prepare_data()
         data.setup()
         assert describe(data).module == name
+
+
+@pytest.mark.parametrize("value", [IIDPartitioner(2), tensors()])
+def test_what_is_no_data_module_is_refused_by_name(value):
+    with pytest.raises(ValueError, match=f"got {type(value).__name__} as datamodule. Pass a LightningDataModule, then"):
+        Partitioned(value, IIDPartitioner(2))

@@ -37,6 +37,7 @@ def test_a_class_that_is_called_as_a_column_takes_no_columns_place():
 def test_without_labels_all_samples_are_one_class():
     report = describe([[0, 1], [2]])
     assert report.classes == ["all"] and report.sizes.tolist() == [2, 1]
+    assert plot_partition(report).axes[0].get_title() == "2 clients, the smallest has 1 sample"  # no distance of labels
 
 
 def test_of_a_data_module():

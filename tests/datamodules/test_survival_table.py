@@ -1,7 +1,10 @@
+import json
+
 import numpy as np
 import pytest
 import torch
 
+from fedlightning.cli import main
 from fedlightning.datamodules import IIDPartitioner, SurvivalTableDataModule
 
 HEADER = "inst,time,status,age,sex,wt.loss"
@@ -110,3 +113,14 @@ def test_another_event_that_counts_as_censored_is_said(tmp_path):
 def test_a_target_is_refused(tmp_path):
     with pytest.raises(ValueError, match="got task or target_statistics; its targets are events and times"):
         SurvivalTableDataModule("a.csv", "time", "status", client="inst", task="regression")
+
+
+def test_partition_says_nothing_of_calibration_where_targets_are_times(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {"path": str(write(tmp_path)), "target": "time", "event": "status", "event_value": "2", "client": "inst"}
+    (tmp_path / "c.yaml").write_text(
+        json.dumps({"data": {"class_path": "SurvivalTableDataModule", "init_args": options}})
+    )
+    assert main(["partition", "--config", "c.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "censored" in shown and "calibration" not in shown

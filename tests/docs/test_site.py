@@ -152,4 +152,5 @@ def test_every_public_name_has_a_page() -> None:
             assert (name.lower() if name in methods else name) in pages, name
     listed = (SITE / "llms.txt").read_text()
     assert "02_personalise.html): Where clients have different classes" in listed and "Go to the end" not in listed
+    assert ": \n" not in listed
     assert "FENDA" in listed and len((SITE / "llms-full.txt").read_text()) > 100_000

@@ -492,7 +492,18 @@ class Intruder(Toy):
         self.trainer.limit_train_batches = 1
 
 
+class BringsItsOwn(Toy):
+    """Is scored by Lightning's Trainer, which then has the module's callbacks."""
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        super().validation_step(batch, batch_idx)
+
+    def configure_callbacks(self):
+        return [EarlyStopping("val_loss")]
+
+
 REFUSALS = [
+    (BringsItsOwn, {"sanity_check": True, "evaluation": 1}, "BringsItsOwn overrides configure_callbacks"),
     (Toy, {"optimizer_state": "keep"}, "optimizer_state='keep' is restored by Lightning's own checkpoint"),
     (Toy, {"check_val_every_n_epoch": 1}, "check_val_every_n_epoch asks for validation"),
     (Toy, {"profiler": "simple"}, "profiler='simple' measures Lightning's own loop"),

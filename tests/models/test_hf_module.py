@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import fedlightning
-from fedlightning.callbacks import Ditto, FedAvg, FedExLoRA, FedIT, FedSALoRA, FFALoRA, FLoRA, RoLoRA, TokenWeighting
+from fedlightning.callbacks import FedAvg, FedExLoRA, FedIT, FedSALoRA, FFALoRA, FLoRA, RoLoRA
 from fedlightning.commands.card import card
 from fedlightning.datamodules import ByteTokenizer, TextDataModule
 from fedlightning.deployment import checkpoints
@@ -165,9 +165,11 @@ def test_arguments_without_a_counterpart_are_named(tmp_path):
             llama(), transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **options)
         )
 
-    with pytest.warns(UserWarning, match=r"label_smoothing_factor=0.1 \(no counterpart\)"):
+    with pytest.warns(UserWarning, match=r"label_smoothing_factor=0.1 \(no counterpart\)") as caught:
         module = read(label_smoothing_factor=0.1, lr_scheduler_type="cosine", learning_rate=2e-4, optim="sgd")
     assert (module.hparams.schedule, module.hparams.lr, module.hparams.optimizer) == ("cosine", 2e-4, "sgd")
+    (said,) = (str(one.message) for one in caught if "Not read" in str(one.message))
+    assert "accelerator_config" not in said and "disable_tqdm" not in said  # which nobody has set
     with pytest.raises(ValueError, match=r"no counterpart of .*adafactor"):
         read(optim="adafactor")
 
@@ -245,18 +247,7 @@ def test_ours_fit_into_a_model_of_transformers():
     assert len(moved) == 4 and all(set(update.state) == set(spy.messages[0].state) for update in spy.updates)
 
 
-# -- weights and data --------------------------------------------------------------------------------------------------
-def test_clients_are_weighed_by_their_tokens():
-    trainer, spy = spied(HFModule(llama(), lr=1e-2), texts(), [TokenWeighting()], max_rounds=1)
-    tokens = {client: sum(min(len(text), 23) for text in some) for client, some in TEXTS.items()}
-    assert {u.client: u.extras["TokenWeighting"]["tokens"] for u in spy.updates} == tokens
-    name = "model.lm_head.weight"
-    mean = sum(tokens[update.client] * update.state[name].double() for update in spy.updates) / sum(tokens.values())
-    close({name: global_state(trainer)[name]}, {name: mean.float()})
-    with pytest.raises(ValueError, match="TokenWeighting asks the module"):
-        federate(Toy(), toy_data(), [TokenWeighting()])
-
-
+# -- data --------------------------------------------------------------------------------------------------------------
 def test_only_the_response_and_its_end_are_targets():
     rows = [{"prompt": "2+2=", "response": "4"}, {"prompt": "long prompt: ", "response": "yes"}]
     batch = next(iter(TextDataModule({"a": (rows, rows)}, ByteTokenizer(), 2).client_dataloader("a", "val")))
@@ -289,13 +280,39 @@ def test_a_collator_of_transformers_makes_the_batches():
         TextDataModule({"a": (rows,), "b": ([], rows)}, tokenizer)
 
 
-def test_tokens_of_a_clients_own_model_do_not_count():
-    """Ditto's personal model trains in the same visit, here for two steps or epochs."""
-    method = Ditto(work=2)
-    _, spy = spied(HFModule(llama(), lr=1e-3), texts(), [method, TokenWeighting()], max_rounds=1)
-    for update in spy.updates:
-        tokens = sum(min(len(text), 23) for text in TEXTS[update.client])
-        assert update.extras["TokenWeighting"]["tokens"] == tokens
+def test_rows_that_were_tokenized_elsewhere_keep_what_is_theirs():
+    """Classes in a column `label`, pairs of sentences, padding of the tokenizer's own: as a Trainer's data set has them."""
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {
+            "text": "a",
+            "label": 1,
+            "input_ids": [5, 6, 7, 0],
+            "token_type_ids": [0, 0, 1, 0],
+            "attention_mask": [1, 1, 1, 0],
+        },
+        {
+            "text": "b",
+            "label": 0,
+            "input_ids": [0, 0, 8, 9],
+            "token_type_ids": [0, 0, 0, 1],
+            "attention_mask": [0, 0, 1, 1],
+        },
+    ]
+    for given in (rows, datasets.Dataset.from_list(rows), datasets.Dataset.from_list(rows).with_format("torch")):
+        batch = next(iter(TextDataModule({"a": (given, given)}, batch_size=2).client_dataloader("a", "val")))
+        assert {name: value.tolist() for name, value in batch.items()} == {
+            "input_ids": [[5, 6, 7], [8, 9, 0]],
+            "attention_mask": [[1, 1, 1], [1, 1, 0]],
+            "token_type_ids": [[0, 0, 1], [0, 1, 0]],
+            "labels": [1, 0],
+        }
+    pairs = [
+        {"input_ids": [5, 6, 7], "labels": [1]},
+        {"input_ids": [5], "labels": [1, 2]},
+    ]  # of an encoder and a decoder
+    batch = next(iter(TextDataModule({"a": (pairs, pairs)}, batch_size=2).client_dataloader("a", "val")))
+    assert batch["labels"].tolist() == [[1, -100], [1, 2]] and batch["input_ids"].tolist() == [[5, 6, 7], [5, 0, 0]]
 
 
 # -- the frozen network is kept once -----------------------------------------------------------------------------------

@@ -56,6 +56,12 @@ def test_every_sort_of_tensor():
             assert torch.equal(after.to_dense(), before.to_dense())
 
 
+def test_an_empty_tensor_may_come_first():
+    """It takes no memory, and there is none yet; a record without its frozen network has such."""
+    arena = Arena()
+    assert unpack(pack({"frozen": torch.empty(0), "w": torch.ones(2)}, arena), arena)["frozen"].shape == (0,)
+
+
 def test_arrays_strings_and_numbers():
     value = {"array": np.arange(12.0).reshape(3, 4), "rest": [1, "text", None, (2.5, {"a": {1, 2}})]}
     after = through(value)

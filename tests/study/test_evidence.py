@@ -75,6 +75,27 @@ def test_no_method_is_best_where_none_is_above_the_commonest_class(tmp_path):
     )
 
 
+def test_the_methods_that_have_learnt_nothing_are_named_where_another_has(tmp_path):
+    study = study_of(tmp_path, GOOD | {"fedprox": [0.75, 0.7, 0.7, 0.75]})
+    text = kinds(study)["nothing_learnt"]
+    assert text == "fedprox is not clearly better than answering each client’s commonest class (accuracy 0.75)."
+    assert answers(Context(study, styles(study.data.methods)))[0].method is not None  # another is the best
+
+
+def test_few_seeds_that_all_are_above_the_constant_ask_for_more(tmp_path):
+    study = study_of(tmp_path, {"silo": [0.9] * 4, "fedavg": [0.76] * 4}, confidence=0.99999999)
+    assert kinds(study)["nothing_learnt"].endswith(
+        "means nothing. silo, fedavg are better at each seed, but intervals of 3 seeds are wide: run more."
+    )
+
+
+def test_what_modules_call_acc_is_accuracy(tmp_path):
+    scores = {"silo": [0.7, 0.75, 0.8, 0.74], "fedavg": [0.75, 0.7, 0.7, 0.75]}
+    runs = study_of(tmp_path, scores, metric="acc").data.runs
+    assert common_metric(runs) == "acc"
+    assert "commonest class (acc 0.75)" in kinds(Study(runs, metric="acc"))["nothing_learnt"]
+
+
 def test_a_regression_is_measured_against_the_mean_of_its_targets(tmp_path):
     # rmse 3 with R² 0.75: the mean has rmse 6
     scores, more = {"silo": [3.0] * 4, "fedavg": [3.0] * 4}, (("r2", 0.75),)

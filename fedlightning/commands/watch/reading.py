@@ -13,6 +13,7 @@ import yaml
 
 from fedlightning.resume.lock import holder_of
 from fedlightning.resume.manifest import whole
+from fedlightning.scores.metrics import DEFAULTS, bare
 from fedlightning.storage.files import read_json
 
 COLUMNS = ("round", "stage", "model", "checkpoint", "data", "split", "client", "metric", "value", "num_samples")
@@ -98,10 +99,9 @@ def in_importance(metrics: Iterable[str]) -> list[str]:
         >>> in_importance(["train_loss", "val_loss", "val_ece", "val_accuracy"])
         ['val_accuracy', 'val_ece', 'val_loss', 'train_loss']
     """
-    words = ("accuracy", "auroc", "f1", "rmse", "c_index")
 
     def rank(metric: str) -> tuple[bool, bool, int, str]:
-        word = next((place for place, word in enumerate(words) if metric == f"val_{word}"), len(words))
+        word = DEFAULTS.index(bare(metric)) if bare(metric) in DEFAULTS else len(DEFAULTS)
         return metric.startswith("train"), metric.endswith("loss"), word, metric
 
     return sorted(metrics, key=rank)

@@ -12,22 +12,12 @@ from flwr.app import Message
 from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 from flwr.supercore.constant import TaskType
 from flwr.supercore.heartbeat import HeartbeatSender
-from flwr.supercore.interceptors import (
-    RuntimeTokenHttpInterceptor,
-)
+from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from fedlightning.sites.flower.bundle import bundle
-from fedlightning.sites.flower.connection import (
-    COMPLETED,
-    POLL,
-    Address,
-    Tasks,
-    content_of,
-    heartbeat,
-    records_of,
-)
+from fedlightning.sites.flower.connection import COMPLETED, POLL, Address, Tasks, content_of, heartbeat, records_of
 from fedlightning.sites.link import Answer
 from fedlightning.wire import write
 

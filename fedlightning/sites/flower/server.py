@@ -13,11 +13,7 @@ import httpx
 from flwr.app import Message
 from flwr.common.constant import SubStatus
 from flwr.common.serde import context_from_proto, fab_to_proto, run_from_proto
-from flwr.proto.control_pb2 import (
-    ListRunsRequest,
-    RegisterNodeRequest,
-    StartRunRequest,
-)
+from flwr.proto.control_pb2 import ListRunsRequest, RegisterNodeRequest, StartRunRequest
 from flwr.proto.runtime_pb2 import PullTaskInputRequest
 from flwr.supercore.constant import TaskType
 from flwr.supercore.control.control_http_client import ControlHttpClient

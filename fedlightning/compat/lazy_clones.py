@@ -1,0 +1,69 @@
+"""Copies that take no memory until somebody writes: what is frozen is in memory once, however many modules hold it."""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+LEAST_SHARED = 2**16
+"""Bytes from which a copy shares its memory until it is written to; smaller ones are not worth it."""
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def lazy_clone(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor whose memory is the tensor's until somebody writes to one of the two, in whatever way.
+
+    Torch makes the second memory then. It has this since 2.1, without a public name; where it has it no more, or the tensor
+    is a part of a memory, is small or on a GPU, the copy is made at once.
+
+    Example:
+        >>> weight = torch.zeros(2**15)
+        >>> copied = lazy_clone(weight)
+        >>> _ = copied.add_(1)
+        >>> weight[0].item(), copied[0].item()
+        (0.0, 1.0)
+    """
+    tensor = tensor.detach()
+    if not _is_whole(tensor):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    try:
+        copied: Tensor = torch._lazy_clone(tensor)
+    except RuntimeError:  # memory that torch has not made, as a worker's of its messages
+        return tensor.clone()
+    return copied
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether torch can make a lazy clone, and it is of nothing else than the tensor."""
+    plain = hasattr(torch, "_lazy_clone") and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    return plain and tensor.is_contiguous() and LEAST_SHARED <= tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def to_read(tensor: Tensor) -> Tensor:
+    """Return a tensor whose bytes may be read by numpy, which asks for memory to write to: a lazy clone would become real.
+
+    Example:
+        >>> to_read(torch.arange(3)).numpy().tolist()
+        [0, 1, 2]
+    """
+    return tensor.clone() if _is_whole(tensor) else tensor
+
+
+def copy_module(module: Module) -> Module:
+    """Return `copy.deepcopy(module)`, whose large parameters are lazy clones (:func:`lazy_clone`).
+
+    Example:
+        >>> from torch import nn
+        >>> layer = nn.Linear(2, 2)
+        >>> bool((copy_module(layer).weight == layer.weight).all())
+        True
+    """
+    memo = {
+        id(entry): nn.Parameter(lazy_clone(entry), entry.requires_grad)
+        for entry in module.parameters()
+        if type(entry) is nn.Parameter and _is_whole(entry)
+    }
+    return copy.deepcopy(module, memo)
