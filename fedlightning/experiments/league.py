@@ -325,9 +325,10 @@ class Contest:
     def carry_out(self) -> dict[str, Any] | None:
         """Make the missing runs and return the method's row; `None` if it was interrupted.
 
-        Trials have a third of the budget, the better ones all of it, the best of these another seed as well. The budget is
-        gradient evaluations: those of the task's rounds, so that a method that needs more of them in a round has fewer
-        rounds. What is chosen is tested with fresh seeds, at the budget and, where that is less, with all rounds.
+        Trials have a third of the budget (steps of clients' own models on top: nobody knows them before), the better ones all
+        of it, the best of these another seed as well. The budget is gradient evaluations: those of the task's rounds, so that
+        a method that needs more of them in a round has fewer rounds. What is chosen is tested with fresh seeds, at the budget
+        and, where that is less, with all rounds.
         """
         league, name, study = self.league, self.method.name, self.experiment.study
         rounds, (seed, second) = self._task_rounds(), league.trial_seeds

@@ -178,7 +178,7 @@ def moved_goals(table: Table) -> list[str]:
     numbers = Counter(len(line["values"]) for line in record.values() if line["low"] != line["high"])
     off = {number: lines for number, lines in sorted(numbers.items()) if number not in table.looks}
     unplanned = [
-        f"{table.name}: verdicts were recorded with {number} seeds, which is none of the planned looks ({lines})."
+        f"{table.name}: verdicts were recorded with {number} seeds, which is none of the planned looks (lines: {lines})."
         for number, lines in off.items()
     ]
     return [f"{table.name}: {text} after a run." for text in dict.fromkeys(said)] + unplanned
