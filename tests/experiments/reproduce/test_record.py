@@ -123,4 +123,6 @@ def test_every_plan_and_a_line_that_is_taken_out_stay_in_the_record(tmp_path):
 def test_verdicts_of_another_number_of_seeds_than_the_plan_has_are_said(tmp_path):
     made = planned(tmp_path)
     write_record(made, [line_of([0.5, 0.5, 0.52], made)])
-    assert moved_goals(made) == ["t: verdicts were recorded with 3 seeds, which is none of the planned looks (lines: 1)."]
+    assert moved_goals(made) == [
+        "t: verdicts were recorded with 3 seeds, which is none of the planned looks (lines: 1)."
+    ]
