@@ -29,7 +29,8 @@ Made by `python -m tools.league_page` from the rows in `benchmarks/league`, whic
 ([how](../how-to/tune.md#the-league)).
 
 Every method has the same budget on a task, counted in gradient evaluations: those of FedAvg in the task's rounds. A method
-that takes two gradients where FedAvg takes one has half the rounds. {trials} trials of values from its declared space (a
+that takes two gradients where FedAvg takes one has half the rounds. Steps of the server and fine-tuning after the last round
+are not counted, and in trials those of clients' own models are not. {trials} trials of values from its declared space (a
 scrambled Sobol sequence; the same trial has the same learning rate in all methods) get a third of the budget, the best
 {keep} all of it, the best {finalists} of these a second seed; the lowest validation loss is chosen, and run with {seeds}
 fresh seeds, which draw other splits (of validation data alone where test data are fixed). Only these runs are scored on test

@@ -116,7 +116,8 @@ def _line(recorded: Mapping[str, Any]) -> Line:
     confidence = recorded.get("confidence", 0.95)
     verdict = Verdict(word, recorded["mean"], recorded["low"], recorded["high"], why, confidence)
     values, published = recorded["values"], recorded["published"]
-    return Line(recorded["name"], verdict, values, published=published, tolerance=recorded["tolerance"])
+    looks = [*(look["seeds"] for look in recorded.get("looks", ())), len(values)]
+    return Line(recorded["name"], verdict, values, published=published, tolerance=recorded["tolerance"], looks=looks)
 
 
 def _other_tolerances(table: Table, record: Mapping[str, Any]) -> list[str]:
@@ -184,7 +185,7 @@ def sources_page(tables: Sequence[Table]) -> str:
     """Return the page of the five sources, `docs/results/sources.md`."""
     known = {table.name: table for table in tables}
     items = read_items()
-    counts = Counter(row["state"] for rows in items.values() for row in rows)
+    counts = Counter(_state(row, known) for rows in items.values() for row in rows)
     told = ", ".join(f"{counts[state]} {words}" for state, words in STATES.items() if counts[state])
     parts = [SOURCES_HEAD, f"{counts.total()} rows: {told}.\n"]
     for source, rows in items.items():
@@ -193,20 +194,34 @@ def sources_page(tables: Sequence[Table]) -> str:
     return "\n".join(parts)
 
 
+RUN = ("exact", "smaller", "stand-in")
+
+
+def _state(row: Mapping[str, Any], known: Mapping[str, Table]) -> str:
+    """Return the state of a row: what is said to be run has a record, or its tables are configured alone."""
+    names = row.get("tables", [])
+    recorded = not names or any(read_record(known[name].path) for name in names)
+    return str(row["state"]) if row["state"] not in RUN or recorded else "configured"
+
+
 def _item(row: Mapping[str, Any], known: Mapping[str, Table]) -> str:
     """Return a line of the page."""
     names = row.get("tables", [])
     places = [f"[{name}](reproduce.md#{name.replace('_', '-')})" for name in names]
     places += [f"`{path}`" for path in row.get("configs", [])]
     places += [f"[{row['page']}]({row['page']})"] if "page" in row else []
-    is_run = row["state"] in ("exact", "smaller", "stand-in")
-    words = [line["verdict"] for name in names for line in read_record(known[name].path).values() if is_run]
+    state, words = _state(row, known), []
+    for table in (known[name] for name in names if state in RUN):
+        record = read_record(table.path)
+        words += [line["verdict"] for line in record.values()]
+        words += ["never run" for name in _names(table) if name not in record]
     notes = [row.get("why", ""), verdict_counts(words)]
-    if row["state"] == "configured":
+    if state == "configured":
         minutes = sum(max(known[name].minutes.values()) for name in names)
-        notes.append(f"about {minutes / 60:.0f} hours of two cores" if minutes else "")
+        long = f"{minutes / 60:.0f} hours" if minutes >= 60 else f"{minutes:g} minutes"
+        notes.append(f"about {long} of two cores" if minutes else "")
     told = ". ".join(_cell(note) for note in notes if note)
-    return f"| {_cell(row['item'])} | {_cell(row.get('what', ''))} | {STATES[row['state']]} | {', '.join(places)} | {told} |"
+    return f"| {_cell(row['item'])} | {_cell(row.get('what', ''))} | {STATES[state]} | {', '.join(places)} | {told} |"
 
 
 if __name__ == "__main__":

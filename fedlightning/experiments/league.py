@@ -37,6 +37,7 @@ from fedlightning.experiments.search import (
 from fedlightning.experiments.yaml_blocks import Block, Names, read_yaml
 from fedlightning.ranges import Count, Natural, NonNegativeFloat
 from fedlightning.run.folder import versions
+from fedlightning.scores.metrics import higher_is_better
 from fedlightning.seeding import generator
 from fedlightning.study.columns import LOCAL
 from fedlightning.study.curves import cumulative_costs, round_means
@@ -182,6 +183,10 @@ def _read_task(name: str, block: Block, path: Path, methods: Mapping[str, League
     task = block.read(LeagueTask, name=name, path=path, rate=rate, options=options)
     for method in (*task.options, *task.without):
         block.check_name(method, methods, "a method")
+    if not higher_is_better(task.metric):
+        raise block.error(
+            f"has metric: {task.metric!r}, of which lower is better. Give a score of which higher is better."
+        )
     return task
 
 
@@ -320,9 +325,10 @@ class Contest:
     def carry_out(self) -> dict[str, Any] | None:
         """Make the missing runs and return the method's row; `None` if it was interrupted.
 
-        Trials have a third of the budget, the better ones all of it, the best of these another seed as well. The budget is
-        gradient evaluations: those of the task's rounds, so that a method that needs more of them in a round has fewer
-        rounds. What is chosen is tested with fresh seeds, at the budget and, where that is less, with all rounds.
+        Trials have a third of the budget (steps of clients' own models on top: nobody knows them before), the better ones all
+        of it, the best of these another seed as well. The budget is gradient evaluations: those of the task's rounds, so that
+        a method that needs more of them in a round has fewer rounds. What is chosen is tested with fresh seeds, at the budget
+        and, where that is less, with all rounds.
         """
         league, name, study = self.league, self.method.name, self.experiment.study
         rounds, (seed, second) = self._task_rounds(), league.trial_seeds
@@ -377,13 +383,18 @@ class Contest:
         return int(read_yaml(self.task.path)["trainer"]["max_rounds"])
 
     def _gradients_of_a_round(self, folder: Path, rounds: int) -> float:
-        """Return the gradient evaluations of one round of a run, in those of FedAvg: one for each batch of every epoch."""
-        run = load_run(folder)
-        size = int(run.config["data"]["init_args"]["batch_size"])
-        epochs = int(read_yaml(self.task.path)["trainer"].get("local_epochs") or 1)
-        batches = sum(-(-held["train"] // size) for held in run.summary["data"]["clients"].values())
+        """Return the gradient evaluations of one round of a run, in those of FedAvg: one for each of the task's local steps.
+
+        FedAvg's are those of the clients that take part in a round: a batch each of every epoch, or `local_steps`.
+        """
+        run, work = load_run(folder), read_yaml(self.task.path)["trainer"]
+        size, epochs = int(run.config["data"]["init_args"]["batch_size"]), int(work.get("local_epochs") or 1)
+        clients = run.summary["data"]["clients"].values()
+        plain = sum(int(work.get("local_steps") or -(-held["train"] // size) * epochs) for held in clients)
+        asked = work.get("participation", 1.0)
+        share = asked if isinstance(asked, float) else min(1.0, asked / len(clients))
         steps = run.summary["local_steps_total"] * self.method.gradients + run.summary["terms"]["own_steps"]
-        return float(steps / (batches * epochs * rounds))
+        return float(steps / (plain * share * rounds))
 
     def _make(self, trials: Mapping[str, Trial], seeds: list[int], more: Sequence[str]) -> bool:
         """Make the runs that are still to be made. Return `False` if it was interrupted."""
@@ -481,7 +492,10 @@ def standings(league: League, task: LeagueTask, rows: Mapping[str, Row]) -> list
         line.rounds = max((run["curve"][-1][0] for run in runs[name].values() if run["curve"]), default=0)
         line.late = mean_of([_late_gain(run["curve"]) for run in runs[name].values()])
         longer = rows[name].get("equal_rounds")
-        line.equal["rounds"] = mean_of([run["score"] for run in longer.values()]) if longer else line.score
+        failed = "failed" in rows[name]  # what was to be run with equal rounds
+        line.equal["rounds"] = (
+            mean_of([run["score"] for run in longer.values()]) if longer else None if failed else line.score
+        )
         if BUDGET in runs:
             line.equal["bytes"] = _at_equal_bytes(runs[name], runs[BUDGET])
     for reference in (name for name in league.references if name in runs):

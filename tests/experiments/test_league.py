@@ -7,14 +7,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from scipy import stats
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.league import LEAGUE
 from fedlightning.commands.run import Commands
 from fedlightning.config.errors import InputError
-from fedlightning.experiments.league import RATE, missing_rows, propose, read_league, read_rows, standings, write_row
+from fedlightning.experiments.league import (
+    RATE,
+    Contest,
+    missing_rows,
+    propose,
+    read_league,
+    read_rows,
+    standings,
+    write_row,
+)
 from fedlightning.study.significance import resampled_difference
+from tests.experiments.reproduce.writing import write_run
 from tests.experiments.tiny_league import league, row
 
 
@@ -69,6 +80,10 @@ def test_values_are_reproducible_and_within_their_ranges():
             "names the configuration 'algorithms/fedavgg.yaml', which lies neither beside the file nor",
         ),
         ({"groups": {"a": {"FedAvg": {}}, "b": {"FedAvg": {}}}}, "has the method 'FedAvg' in two groups"),
+        (
+            {"tasks": {"tiny": {"title": "t", "metric": "loss", "learning_rate": "log:0.1:1", "vary": []}}},
+            "has metric: 'loss', of which lower is better",
+        ),
         ({"trails": 8}, "has the key 'trails', which means nothing here"),
     ],
 )
@@ -151,6 +166,42 @@ def test_standings(tmp_path):
     assert lines["FedProx"].equal == pytest.approx({"rounds": 0.85, "bytes": 0.2})
     assert lines["SCAFFOLD"].equal["bytes"] == pytest.approx(0.1)
     assert lines["FedAvg"].late == pytest.approx(0.4 - 0.3)
+
+
+def test_equal_rounds_that_failed_are_not_those_of_the_budget(tmp_path):
+    found, task = tiny(tmp_path)
+    rows = current(found, task, {"FedProx": {**row("FedProx", [0.7, 0.8]), "failed": "it was killed"}})
+    (line,) = standings(found, task, rows)
+    assert line.score == pytest.approx(0.75) and line.equal["rounds"] is None
+
+
+@pytest.mark.parametrize(
+    ("work", "steps", "share"),
+    [
+        ({"local_epochs": 2}, 60, 1.0),  # two clients of 5 and 10 batches, two rounds
+        ({"local_steps": 4}, 16, 1.0),
+        ({"local_epochs": 1, "participation": 0.5}, 15, 1.0),
+        ({"local_epochs": 1, "participation": 1}, 30, 2.0),
+        ({"local_epochs": 1}, 30, 1.0),
+    ],
+)
+def test_a_rounds_gradients_are_counted_in_those_of_fedavg_on_the_task(tmp_path, work, steps, share):
+    found, task = tiny(tmp_path)
+    settings = yaml.safe_load(task.path.read_text())
+    settings["trainer"] = {"max_rounds": 2, **work}
+    task.path.write_text(yaml.safe_dump(settings))
+    held = {"x": {"train": 80}, "y": {"train": 159}}
+    summary = {"data": {"clients": held}, "local_steps_total": steps, "terms": {"own_steps": 0}}
+    write_run(tmp_path / "run", [], summary)
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump({"data": {"init_args": {"batch_size": 16}}}))
+    contest = Contest(found, task, found.methods["FedAvg"], tmp_path, None, "")
+    assert contest._gradients_of_a_round(tmp_path / "run", 2) == pytest.approx(share)
+
+
+def test_scaffold_has_as_many_equal_steps_as_fedavg_has_on_average():
+    found = read_league(LEAGUE, FOLDER)
+    for task in found.tasks.values():
+        assert isinstance(task.options["SCAFFOLD"]["trainer.local_steps"], int), task.name
 
 
 def test_what_has_not_been_run_and_what_is_old_is_known(tmp_path):

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from fedlightning.compat.system import file_name_of
 from fedlightning.config.errors import suggestion
-from fedlightning.experiments.yaml_blocks import Block
-from fedlightning.ranges import Length
+from fedlightning.experiments.yaml_blocks import Block, Number
+from fedlightning.ranges import Length, Natural, NonNegativeFloat, Range, Share
 from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.scores.rows import Row
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
@@ -26,6 +26,7 @@ Stage = Literal["G", "L1", "L2"]
 Model = Literal["personal", "global", "unseen"]
 Data = Literal["local", "pooled"]
 Split = Literal["val", "test"]
+Order = Annotated[float, Range("(1, inf)")]
 CLIENT = "client:"
 """Before the id of a client in the column `data` of scores of all models on its data."""
 OVER = ("mean", "weighted", "median", "worst", "best", "std", "variance", "tenth_percentile")
@@ -43,10 +44,12 @@ class Value:
     Attributes:
         number: The number; NaN if a model diverged.
         beyond: Whether it is only known to be larger, as the rounds to a target that was not reached.
+        below: Whether it is only known to be smaller, as a ratio to such rounds.
     """
 
     number: float
     beyond: bool = False
+    below: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,7 @@ def score(
 
     `model` is `global` for `checkpoint: best_global` and `stage: G`, else `personal`.
     """
-    server = checkpoint == "best_global" or stage == "G"
-    kind = model or (GLOBAL if server else PERSONAL)
+    kind = model or _kind_of_model(checkpoint, stage)
     found = RunScores(run).find(metric, split, kind, checkpoint, stage, data)
     if found is None:
         known = sorted({bare(one["metric"]) for one in run.results if one["split"] == split})
@@ -122,6 +124,8 @@ def offered(
     others = sorted({row["data"] for row in run.results if str(row["data"]).startswith(CLIENT)})
     places = [LOCAL, *(place for place in others if place != f"{CLIENT}{client}")]
     rows = [scores.find(metric, "test", PERSONAL, checkpoint, stage, place) for place in places]
+    if any(row is not None and client in row.diverged for row in rows):
+        return Value(math.nan)
     values = [None if row is None else row.defined.get(client) for row in rows]
     if not others or None in values:
         raise NoValueError(
@@ -152,7 +156,7 @@ def best_round(
 
 
 def rounds_to(
-    run: Run, *, metric: str, target: float, stage: Stage = "G", data: Data = "local", over: str = "mean"
+    run: Run, *, metric: str, target: Number, stage: Stage = "G", data: Data = "local", over: str = "mean"
 ) -> Value:
     """Return the rounds until the best score so far reaches a target, interpolated between rounds (McMahan et al. 2017).
 
@@ -196,10 +200,8 @@ def gaining_share(
 
     Against local training and FedAvg it is PLayer-FL's incentivised participation rate (equation A.6).
     """
-    scores, *others = _client_scores([run, *against], metric, checkpoint, stage, data)
-    sign = 1 if higher_is_better(metric) else -1
-    gains = [all(sign * score > sign * other[client] for other in others) for client, score in scores.items()]
-    return Value(sum(gains) / len(gains) if gains else math.nan)
+    gains = _of_clients(lambda score, *others: score > max(others), [run, *against], metric, checkpoint, stage, data)
+    return Value(sum(gains) / len(gains))
 
 
 def opt_outs(
@@ -212,37 +214,50 @@ def opt_outs(
     data: Data = "local",
 ) -> Value:
     """Return the share of clients that score strictly worse than in another run (PI-FL, equation 15, against FedAvg)."""
-    scores, others = _client_scores([run, against], metric, checkpoint, stage, data)
-    sign = 1 if higher_is_better(metric) else -1
-    losses = [sign * score < sign * others[client] for client, score in scores.items()]
-    return Value(sum(losses) / len(losses) if losses else math.nan)
+    losses = _of_clients(lambda score, other: score < other, [run, against], metric, checkpoint, stage, data)
+    return Value(sum(losses) / len(losses))
 
 
 def clients_below(
     run: Run,
     *,
     metric: str,
-    bar: float,
+    bar: Number,
     checkpoint: Checkpoint = "deployed",
     stage: Stage | None = None,
     data: Data = "local",
 ) -> Value:
-    """Return how many clients score below a bar (FLIU, figure 8)."""
-    (scores,) = _client_scores([run], metric, checkpoint, stage, data)
-    return Value(float(sum(score < bar for score in scores.values())))
+    """Return how many clients score below a bar, or above it where lower is better (FLIU, figure 8)."""
+    limit = _sign(metric) * bar
+    return Value(sum(_of_clients(lambda score: score < limit, [run], metric, checkpoint, stage, data)))
 
 
-def _client_scores(
-    runs: Sequence[Run], metric: str, checkpoint: str, stage: str | None, data: str
-) -> list[dict[str, float]]:
-    """Return client -> score of each run, for the clients that have one in all of them."""
-    tables = [run.scores(metric, checkpoint=checkpoint, stage=stage, data=data) for run in runs]
-    if None in tables:
+def _sign(metric: str) -> float:
+    return 1.0 if higher_is_better(metric) else -1.0
+
+
+def _of_clients(
+    holds: Callable[..., bool], runs: Sequence[Run], metric: str, checkpoint: str, stage: str | None, data: str
+) -> list[float]:
+    """Return for each client that has a score in all runs whether something holds of its scores, 0 or 1.
+
+    Higher scores are better: those of other metrics have the other sign. It is NaN where a model diverged, so that a run
+    gains nothing by losing clients.
+    """
+    kind = _kind_of_model(checkpoint, stage)
+    rows = [RunScores(run).find(metric, "test", kind, checkpoint, stage, data) for run in runs]
+    tables = [{**row.defined, **dict.fromkeys(row.diverged, math.nan)} for row in rows if row is not None]
+    shared = [client for client in (tables or [{}])[0] if all(client in table for table in tables)]
+    if None in rows or not shared:
         names = ", ".join(run.name for run in runs)
-        raise NoValueError(f"no test score '{metric}' in one of the runs {names}")
-    scores = [{client: value for client, value in (table or {}).items() if value is not None} for table in tables]
-    shared = [client for client in scores[0] if all(client in others for others in scores[1:])]
-    return [{client: table[client] for client in shared} for table in scores]
+        raise NoValueError(f"no test score '{metric}' that a client has in all of the runs {names}")
+    values = [[_sign(metric) * table[client] for table in tables] for client in shared]
+    return [math.nan if any(map(math.isnan, scores)) else float(holds(*scores)) for scores in values]
+
+
+def _kind_of_model(checkpoint: str, stage: str | None) -> Model:
+    """Return whose models a checkpoint and a stage are of."""
+    return GLOBAL if checkpoint == "best_global" or stage == "G" else PERSONAL  # type: ignore[return-value]  # constants
 
 
 # -- other numbers of a run --------------------------------------------------------------------------------------------
@@ -301,18 +316,24 @@ def model_norm(run: Run, *, client: str | None = None) -> Value:
 def difference(run: Run, *, of: Callable[[Run], Value], against: Run) -> Value:
     """Return a measure of this run minus that of another one."""
     a, b = of(run), of(against)
-    return Value(a.number - b.number, a.beyond)
+    return Value(a.number - b.number, a.beyond or b.below, a.below or b.beyond)
 
 
 def ratio(run: Run, *, of: Callable[[Run], Value], against: Run) -> Value:
     """Return a measure of this run divided by that of another one."""
     a, b = of(run), of(against)
-    return Value(a.number / b.number if b.number else math.nan, a.beyond)
+    return Value(a.number / b.number if b.number else math.nan, a.beyond or b.below, a.below or b.beyond)
 
 
 # -- no run ------------------------------------------------------------------------------------------------------------
 def epsilon(
-    *, q: float, sigma: float, steps: int, delta: float, accountant: str = "rdp", orders: list[float] | None = None
+    *,
+    q: Share,
+    sigma: NonNegativeFloat,
+    steps: Natural,
+    delta: Annotated[float, Range("(0, 1)")],
+    accountant: Literal["rdp", "prv"] = "rdp",
+    orders: Annotated[list[Order], Length(1)] | None = None,
 ) -> Value:
     """Return the epsilon that ClientDP and SampleDP would count for a sampled Gaussian mechanism. No run is needed.
 
@@ -407,6 +428,10 @@ def read_measure(given: Any, at: Block, runs: Collection[str], measures: Mapping
     block.take_arguments(KINDS[kind], ["against"])
     if "of" in options:
         options["of"] = read_measure(options["of"], block, runs, measures)
+        if options["of"].kind == epsilon.__name__:
+            raise block.error(
+                "is of an epsilon, which is of no run, so that two runs have the same. Give another measure."
+            )
     over = options.get("over", "mean")
     if over not in OVER and not str(over).startswith("client:"):
         raise block.error(f"has over: {over}. Give {', '.join(OVER)} or client:NAME.")

@@ -92,12 +92,13 @@ def check_look(table: Table, seeds: Sequence[int]) -> None:
 def write_record(table: Table, lines: Sequence[Line]) -> Path:
     """Write the verdicts of a table.
 
-    What was not run keeps what was recorded of it. Tolerances keep their history, and verdicts of fewer seeds stay beside
-    those of more.
+    What was not run keeps what was recorded of it. Nothing that was seen is lost: tolerances and plans keep their history,
+    verdicts of other seeds stay as looks, and the verdict of a line that is not in the table any more stays with its name.
     """
     path = record_file(table.path)
     before, kept, now = read_record(table.path), [], commit()
-    known = read_json(path)["versions"] if path.exists() else {}
+    head = read_json(path) if path.exists() else {}
+    known = head.get("versions", {})
     for line in lines:
         old = before.get(line.name)
         if line.verdict.word == NOT_RUN:
@@ -109,19 +110,43 @@ def write_record(table: Table, lines: Sequence[Line]) -> Path:
         earlier = old.get("earlier", []) if old else []
         if old and _judged_by(old) != _judged_by(new):
             earlier = [*earlier, _judged_by(old)]
-        looks = [look for look in _looks(old) if look["seeds"] < len(line.values)] if old else []
+        looks = [look for look in _looks(old) if not _has_seeds(look, line)] if old else []
         more = {name: entries for name, entries in (("earlier", earlier), ("looks", looks)) if entries}
         kept.append({**new, "commit": now, **more})
     made = {str(line["commit"]): known.get(str(line["commit"]), versions()) for line in kept} | {str(now): versions()}
     used = {name: given for name, given in made.items() if any(str(line["commit"]) == name for line in kept)}
-    write_lines(path, {"table": table.name, "plan": list(table.looks), "versions": used}, "lines", kept)
+    plan, plans = list(table.looks), _plans(head)
+    names = {line.name for line in lines}
+    gone = {name: old["verdict"] for name, old in before.items() if name not in names}
+    history = {
+        "earlier_plans": plans if plans[-1:] != [plan] else plans[:-1],
+        "taken_out": {**head.get("taken_out", {}), **gone},
+    }
+    more = {name: entries for name, entries in history.items() if entries}
+    write_lines(path, {"table": table.name, "plan": plan, **more, "versions": used}, "lines", kept)
     return path
+
+
+def _plans(head: Mapping[str, Any]) -> list[list[int]]:
+    """Return all plans that lines were recorded by, the last one last."""
+    return [*head.get("earlier_plans", []), *([head["plan"]] if "plan" in head else [])]
 
 
 def _looks(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return all looks at a line, the recorded one last."""
-    look = {"seeds": len(line["values"]), **{key: line[key] for key in ("verdict", "mean", "low", "high")}}
+    values = line["values"]
+    look = {
+        "seeds": len(values),
+        "which": list(values),
+        **{key: line[key] for key in ("verdict", "mean", "low", "high")},
+    }
     return [*line.get("looks", []), look]
+
+
+def _has_seeds(look: Mapping[str, Any], line: Line) -> bool:
+    """Return whether a look was at the seeds that a line has now."""
+    which = look.get("which")
+    return look["seeds"] == len(line.values) if which is None else which == [str(seed) for seed in line.values]
 
 
 def _judged_by(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,15 +154,20 @@ def _judged_by(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved_goals(table: Table) -> list[str]:
-    """Return a sentence for every tolerance, published value or plan that was changed since a verdict was recorded."""
+    """Return a sentence for every tolerance, published value, plan or line that was changed since a verdict was recorded.
+
+    So does one for verdicts that rest on another number of seeds than the plan has.
+    """
     now: dict[str, tuple[float | None, float]] = {cell.name: (cell.published, cell.tolerance) for cell in table.cells}
     now |= {order.name: (None, order.margin) for order in table.orders}
     said = []
     file = record_file(table.path)
-    plan = read_json(file).get("plan") if file.exists() else None
-    if plan not in (None, list(table.looks)):
+    head, record = read_json(file) if file.exists() else {}, read_record(table.path)
+    for plan in (plan for plan in _plans(head) if plan != list(table.looks)):
         said.append(f"the plan was changed from looks at {plan} seeds to looks at {list(table.looks)}")
-    for name, recorded in read_record(table.path).items():
+    gone = {name: verdict for name, verdict in head.get("taken_out", {}).items() if name not in now}
+    said += [f"{name} ({verdict}) was taken out of the table" for name, verdict in gone.items()]
+    for name, recorded in record.items():
         for old in [*recorded.get("earlier", []), recorded] if name in now else []:
             published, tolerance = now[name]
             if old["tolerance"] != tolerance:
@@ -145,7 +175,13 @@ def moved_goals(table: Table) -> list[str]:
                 said.append(f"the tolerance of {name} was {how} from {old['tolerance']:g} to {tolerance:g}")
             if old["published"] != published:
                 said.append(f"the published value of {name} was changed from {old['published']:g} to {published:g}")
-    return [f"{table.name}: {text} after a run." for text in dict.fromkeys(said)]
+    numbers = Counter(len(line["values"]) for line in record.values() if line["low"] != line["high"])
+    off = {number: lines for number, lines in sorted(numbers.items()) if number not in table.looks}
+    unplanned = [
+        f"{table.name}: verdicts were recorded with {number} seeds, which is none of the planned looks (lines: {lines})."
+        for number, lines in off.items()
+    ]
+    return [f"{table.name}: {text} after a run." for text in dict.fromkeys(said)] + unplanned
 
 
 def lost(table: Table, lines: Sequence[Line], seeds: Sequence[int]) -> list[str]:

@@ -25,6 +25,7 @@ NOT_RUN, NOT_JUDGED = "not run", "not judged"
 GOOD = (AGREES, ORDER_AGREES)
 BAD = (DISAGREES, ORDER_DISAGREES)
 _ROUNDING = 1e-12
+_UNREACHED = "a seed did not reach the target: its value is a bound"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def judge(
     *,
     exact: bool = False,
     beyond: bool = False,
+    below: bool = False,
     confidence: float = 1 - ERROR,
 ) -> Verdict:
     """Judge a cell by the values of its seeds.
@@ -74,6 +76,7 @@ def judge(
         tolerance: Distance from it that still agrees.
         exact: Whether nothing in the run is random.
         beyond: Whether a value is only a lower bound. Such a cell cannot agree.
+        below: Whether one is only an upper bound.
         confidence: Confidence of the interval.
 
     Example:
@@ -89,10 +92,10 @@ def judge(
         return Verdict(INCONCLUSIVE, interval.centre, why="one seed has no interval")
     low, high = published - tolerance - _ROUNDING, published + tolerance + _ROUNDING
     verdict = partial(Verdict, mean=interval.centre, low=interval.low, high=interval.high, confidence=confidence)
-    if interval.low > high or (interval.high < low and not beyond):
+    if (interval.low > high and not below) or (interval.high < low and not beyond):
         return verdict(DISAGREES, why="more rounds than the run has" if beyond else "")
-    if beyond:
-        return verdict(INCONCLUSIVE, why="a seed did not reach the target: its value is a lower bound")
+    if beyond or below:
+        return verdict(INCONCLUSIVE, why=_UNREACHED)
     if interval.low >= low and interval.high <= high:
         return verdict(AGREES)
     return verdict(INCONCLUSIVE, why="the interval crosses an end of the tolerance: more seeds")
@@ -104,6 +107,8 @@ def judge_order(
     margin: float = 0.0,
     *,
     exact: bool = False,
+    beyond: bool = False,
+    below: bool = False,
     confidence: float = 1 - ERROR,
 ) -> Verdict:
     """Judge an order by the differences between two runs, paired by seed.
@@ -116,6 +121,8 @@ def judge_order(
         worse: Those of the other run, for the same seeds.
         margin: Distance by which the better one must be ahead.
         exact: Whether nothing in the runs is random.
+        beyond: Whether a difference is only a lower bound. Such an order cannot disagree.
+        below: Whether one is only an upper bound. Such an order cannot agree.
         confidence: Confidence of the interval.
 
     Example:
@@ -129,10 +136,12 @@ def judge_order(
     if len(differences) == 1 and not exact:
         return Verdict(INCONCLUSIVE, interval.centre, why="one seed has no interval")
     verdict = partial(Verdict, mean=interval.centre, low=interval.low, high=interval.high, confidence=confidence)
-    if interval.low > margin:
+    if interval.low > margin and not below:
         return verdict(ORDER_AGREES)
-    if interval.high < margin:
+    if interval.high < margin and not beyond:
         return verdict(ORDER_DISAGREES)
+    if beyond or below:
+        return verdict(INCONCLUSIVE, why=_UNREACHED)
     return verdict(INCONCLUSIVE, why="the interval of the difference contains the margin: more seeds")
 
 
@@ -152,6 +161,7 @@ class Line:
         row: Row of a cell.
         column: Column of a cell.
         asked: Whether its runs were asked for; those of another set were not.
+        looks: Numbers of seeds that it is judged at.
     """
 
     name: str
@@ -164,6 +174,7 @@ class Line:
     row: str = ""
     column: str = ""
     asked: bool = True
+    looks: Sequence[int] = ()
 
     @property
     def is_order(self) -> bool:
@@ -173,6 +184,7 @@ class Line:
     def plain(self) -> dict[str, Any]:
         """Return it as plain values."""
         found = asdict(self)
+        del found["looks"]  # those of the table's plan
         verdict = found.pop("verdict")
         values = {str(seed): value for seed, value in found.pop("values").items()}
         return {**found, "verdict": verdict.pop("word"), "note": verdict.pop("why"), **verdict, "values": values}
@@ -254,22 +266,21 @@ class _Measurer:
     loaded: dict[str, Run] = field(default_factory=dict)
 
     def cell(self, cell: Cell) -> Line:
-        line = partial(
-            Line, cell.name, published=cell.published, tolerance=cell.tolerance, row=cell.row, column=cell.column
-        )
+        published = {"published": cell.published, "tolerance": cell.tolerance, "row": cell.row, "column": cell.column}
+        line: partial[Line] = partial(Line, cell.name, looks=self.table.looks, **published)  # type: ignore[arg-type]
         values = self._values(cell.run, cell.measure)
         if isinstance(values, Place):
             word = DISAGREES if values.diverged and not cell.because else NOT_RUN
             return line(Verdict(word, why=values.why), failed=values.failed, asked=values.asked)
         numbers = {seed: value.number for seed, value in values.items()}
-        beyond = any(value.beyond for value in values.values())
+        bounds = {name: any(getattr(value, name) for value in values.values()) for name in ("beyond", "below")}
         exact = self.table.exact or cell.run is None
         seen, confidence = list(numbers.values()), self.table.confidence
-        verdict = judge(seen, cell.published, cell.tolerance, exact=exact, beyond=beyond, confidence=confidence)
+        verdict = judge(seen, cell.published, cell.tolerance, exact=exact, confidence=confidence, **bounds)
         return line(_withhold(cell.because, verdict), numbers, why=self.table.reason(cell))
 
     def order(self, order: Order) -> Line:
-        sides, missing = [], []
+        sides, missing, beyond, below = [], [], False, False
         for run, spec, factor in zip((order.better, order.worse), order.measures, (1.0, order.factor), strict=True):
             values = self._values(run, spec)
             if isinstance(values, Place):
@@ -277,6 +288,10 @@ class _Measurer:
                 continue
             sign = 1.0 if better_is_higher(spec) else -1.0
             sides.append({seed: sign * factor * value.number for seed, value in values.items()})
+            for value in values.values():  # the worse side, and one of which lower is better, bound the other way round
+                turned = (sign < 0) != (bool(sides[1:]))
+                beyond |= value.below if turned else value.beyond
+                below |= value.beyond if turned else value.below
         if missing:
             place = _first([place for _, place in missing])
             lost = any(place.diverged for run, place in missing if run == order.better)
@@ -285,7 +300,8 @@ class _Measurer:
             return Line(order.name, verdict, tolerance=order.margin, failed=place.failed, asked=place.asked)
         better, worse = sides
         pair = list(better.values()), list(worse.values())
-        verdict = judge_order(*pair, order.margin, exact=self.table.exact, confidence=self.table.confidence)
+        rule = partial(judge_order, exact=self.table.exact, confidence=self.table.confidence)
+        verdict = rule(*pair, order.margin, beyond=beyond, below=below)
         differences = {seed: better[seed] - worse[seed] for seed in better}
         why = self.table.why.get(WHOLE, "")
         return Line(order.name, _withhold(order.because, verdict), differences, tolerance=order.margin, why=why)
@@ -360,7 +376,8 @@ def wrong_by_chance(line: Line) -> tuple[float, float]:
 
     With the true mean at one end of the tolerance, the interval lies beyond that end with 2.5 %, and beyond the other end
     with less: with almost as much where the tolerance is small beside the standard error. That part is the non-central t
-    distribution's, with the standard deviation that the seeds have. An order has one end. Several looks share the 2.5 %.
+    distribution's, with the standard deviation that the seeds have; an earlier look has a larger error. An order has one end.
+    Several looks share the 2.5 %.
     """
     side = ERROR / 2
     n, verdict = len(line.values), line.verdict
@@ -368,11 +385,15 @@ def wrong_by_chance(line: Line) -> tuple[float, float]:
         return side, side
     from scipy.stats import nct, t  # here: it costs half a second
 
-    quantile = float(t.ppf((1 + verdict.confidence) / 2, n - 1))
-    error = (verdict.high - verdict.low) / 2 / quantile
-    looks = ERROR / (1 - verdict.confidence)
-    beyond = float(nct.sf(quantile, n - 1, -2 * line.tolerance / error))  # the lower tail, where `cdf` ends in NaN
-    return side + looks * beyond, side
+    at = (1 + verdict.confidence) / 2
+    deviation = (verdict.high - verdict.low) / 2 / float(t.ppf(at, n - 1)) * math.sqrt(n)
+    planned = [*line.looks, *[n] * (round(ERROR / (1 - verdict.confidence)) - len(line.looks))]
+    beyond = sum(  # the lower tail, where `cdf` ends in NaN
+        float(nct.sf(t.ppf(at, look - 1), look - 1, -2 * line.tolerance * math.sqrt(look) / deviation))
+        for look in planned
+        if look > 1
+    )
+    return side + beyond, side
 
 
 def digits(line: Line) -> int:

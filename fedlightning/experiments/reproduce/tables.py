@@ -394,6 +394,8 @@ class _Reader:
         run = None if measure.kind == "epsilon" else block.take("run", str)
         if run is not None:
             block.check_name(run, self.runs, "run")
+            if run in measure.runs:
+                raise block.error(f"compares the run '{run}' with itself ({measure.name}). Name another one.")
         reduced = any(self.runs[name].reduced for name in (run, *measure.runs) if name is not None)
         because = "the number is from memory" if memory else "reduced: its order alone counts" if reduced else ""
         return block.read(Cell, row=row, column=column, run=run, measure=measure, because=because)
@@ -403,6 +405,9 @@ class _Reader:
         better, worse = (self._side(block, key) for key in ("better", "worse"))
         named = all(measure for _, measure in (*better, *worse))
         usual = block.take("measure", default=None) if named else self._measure(block)
+        specs = [spec for spec in (usual, *(inner for _, inner in (*better, *worse))) if isinstance(spec, Spec)]
+        if any(spec.kind == "epsilon" for spec in specs):
+            raise block.error("is of an epsilon, which is of no run. Give cells of it.")
         because = "the order is from memory" if self._is_memory(block) else ""
         return [
             block.read(Order, better=a, worse=b, measures=(first or usual, second or usual), because=because)

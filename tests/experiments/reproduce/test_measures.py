@@ -106,8 +106,49 @@ def test_clients_that_gain_lose_or_stay_below_a_bar(tmp_path):
     assert found(runs, "gaining_share", against=["local", "fedavg"], **options).number == pytest.approx(both / 100)
     assert found(runs, "opt_outs", against="local", **options).number == pytest.approx(1 / 3)  # a tie is no loss
     assert found(runs, "clients_below", bar=0.7, **options).number == 1.0
-    with pytest.raises(NoValueError, match="no test score 'f1' in one of the runs a, a"):
+    with pytest.raises(NoValueError, match="no test score 'f1' that a client has in all of the runs a, a"):
         found(runs, "opt_outs", against="local", metric="f1")
+
+
+def test_a_bound_stays_one_in_a_difference_and_turns_in_what_is_divided_by(tmp_path):
+    runs = write_run(tmp_path / "a", [row(1, "x", 0.5), row(2, "x", 0.9)])
+    runs = {**runs, "b": write_run(tmp_path / "b", [row(1, "x", 0.5), row(2, "x", 0.6)])["a"]}
+    reach = Spec("rounds_to", "", {"metric": "accuracy", "target": 0.9})
+    for kind in ("difference", "ratio"):
+        value = found(runs, kind, of=reach, against="b")
+        assert (value.beyond, value.below) == (False, True)
+        back = measure(Spec(kind, "", {"of": reach, "against": "a"}), runs, "b")
+        assert (back.beyond, back.below) == (True, False)
+
+
+def test_a_client_whose_model_diverged_is_not_left_out_of_a_count(tmp_path):
+    """Its accuracy may be a number, or is left out: then a run would gain by losing clients."""
+    runs = {}
+    for name, loss in (("a", None), ("local", 1.0)):
+        rows = [result({"x": 0.5, "y": 0.1}), result({"x": 1.0, "y": loss}, metric="test_loss")]
+        runs[name] = write_run(tmp_path / name, [], {"results": rows})["a"]
+    options = {"metric": "accuracy", "checkpoint": "latest"}
+    for kind, more in {"gaining_share": {"against": ["local"]}, "opt_outs": {"against": "local"}}.items():
+        assert math.isnan(found(runs, kind, **more, **options).number)
+    assert math.isnan(found(runs, "clients_below", bar=0.7, **options).number)
+    assert found({"a": runs["local"]}, "clients_below", bar=0.7, **options).number == 2.0
+
+
+def test_counts_of_clients_are_of_the_servers_model_where_the_stage_is_and_know_errors(tmp_path):
+    server = {"model": "global", "stage": "G"}
+    rows = [result({"x": 0.5, "y": 0.1}, **server), result({"x": 2.0, "y": 1.0}, metric="test_loss", **server)]
+    runs = write_run(tmp_path / "a", [], {"results": rows})
+    options = {"checkpoint": "latest", "stage": "G"}
+    assert found(runs, "clients_below", metric="accuracy", bar=0.4, **options).number == 1.0
+    assert found(runs, "clients_below", metric="loss", bar=0.5, **options).number == 2.0  # both are worse than 0.5
+
+
+def test_a_model_that_diverged_has_no_score_on_the_data_of_others(tmp_path):
+    places = [("local", {"x": 0.5, "y": 0.4}), ("client:x", {"y": 0.1}), ("client:y", {"x": 0.3})]
+    rows = [result(values, data=place) for place, values in places]
+    rows += [result(dict.fromkeys(values), data=place, metric="test_loss") for place, values in places]
+    runs = write_run(tmp_path / "a", [], {"results": rows})
+    assert math.isnan(found(runs, "offered", client="x", metric="accuracy", checkpoint="latest").number)
 
 
 def test_epsilon_is_that_of_the_accountants_own_tests():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from fedlightning.experiments.reproduce.record import (
     read_record,
     write_record,
 )
-from fedlightning.experiments.reproduce.results import Line, judge
+from fedlightning.experiments.reproduce.results import Line, Verdict, judge
 from fedlightning.experiments.reproduce.tables import read_table
 from tests.experiments.reproduce.writing import table, write
 
@@ -88,3 +89,40 @@ def test_a_disagreement_that_no_record_has_is_new(tmp_path):
     assert find_new_disagreements(made, [far]) == ["t: FedAvg / accuracy disagrees, which no record has."]
     write_record(made, [far])
     assert find_new_disagreements(made, [far]) == []
+
+
+def looks_at(made):
+    line = read_record(made.path)["FedAvg / accuracy"]
+    return [(look["seeds"], look["verdict"]) for look in line.get("looks", [])]
+
+
+def test_a_look_stays_after_one_at_fewer_seeds_one_at_others_and_one_that_diverged(tmp_path):
+    made = planned(tmp_path, looks=[2, 4])
+    write_record(made, [line_of([2.0, 2.1, 2.0, 2.2], made)])
+    write_record(made, [line_of([0.5, 0.51], made)])
+    assert looks_at(made) == [(4, "disagrees")]
+    others = replace(line_of([0.5, 0.51], made), values={7: 0.5, 8: 0.51})
+    write_record(made, [others])
+    assert looks_at(made) == [(4, "disagrees"), (2, "agrees")]
+    write_record(made, [replace(others, verdict=Verdict("disagrees", why="no client could contribute"), values={})])
+    assert looks_at(made) == [(4, "disagrees"), (2, "agrees"), (2, "agrees")]
+
+
+def test_every_plan_and_a_line_that_is_taken_out_stay_in_the_record(tmp_path):
+    made = planned(tmp_path)
+    write_record(made, [replace(line_of([2.0, 2.1, 2.0, 2.2], made), name="FedAvg / left out")])
+    changed = planned(tmp_path, looks=[2, 4])
+    write_record(changed, [line_of([0.5, 0.5, 0.52, 0.49], changed)])
+    write_record(changed, [line_of([0.5, 0.5, 0.52, 0.49], changed)])
+    assert moved_goals(changed) == [
+        "t: the plan was changed from looks at [4] seeds to looks at [2, 4] after a run.",
+        "t: FedAvg / left out (disagrees) was taken out of the table after a run.",
+    ]
+
+
+def test_verdicts_of_another_number_of_seeds_than_the_plan_has_are_said(tmp_path):
+    made = planned(tmp_path)
+    write_record(made, [line_of([0.5, 0.5, 0.52], made)])
+    assert moved_goals(made) == [
+        "t: verdicts were recorded with 3 seeds, which is none of the planned looks (lines: 1)."
+    ]

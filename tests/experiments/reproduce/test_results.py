@@ -12,7 +12,7 @@ from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.reproduce import show_table
 from fedlightning.experiments.reproduce.results import Place, measure_table
 from fedlightning.experiments.reproduce.tables import read_table
-from tests.experiments.reproduce.writing import table, write, write_run
+from tests.experiments.reproduce.writing import row, table, write, write_run
 from tests.experiments.tiny import small
 
 REFUSED = "run a, seed 0, failed: Round 2: no client could contribute; the update of client '0' was refused"
@@ -83,3 +83,20 @@ def test_an_order_carries_the_reason_of_the_table(tmp_path):
     places = {"fedavg": {0: Place(str(tmp_path / "a"))}, "other": {0: Place(str(tmp_path / "b"))}}
     (line,) = measure_table(found, places, [0])
     assert (line.verdict.word, line.why) == ("order disagrees", "Because.")
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [(0.4, ["inconclusive", "order disagrees"]), (0.95, ["order agrees", "order disagrees"])],
+)
+def test_an_order_of_rounds_to_a_target_knows_what_was_not_reached(tmp_path, last, words):
+    """A run that was too short to reach the target is not faster than one that reached it later."""
+    small(tmp_path / "small.yaml")
+    reach = {"kind": "rounds_to", "metric": "accuracy", "target": 0.9}
+    orders = [{"better": a, "worse": b, "measure": reach} for a, b in (("short", "long"), ("long", "quick"))]
+    content = table(runs=dict.fromkeys(("short", "long", "quick"), "small.yaml"), orders=orders, rows={}, exact=True)
+    found = read_table(write(tmp_path / "t.yaml", content), FOLDER)
+    for name, values in {"short": (0.3, last), "long": (0.3, 0.3, 0.3, 0.3, 0.95), "quick": (0.95,)}.items():
+        write_run(tmp_path / name, [row(number, "x", value) for number, value in enumerate(values, 1)])
+    places = {name: {0: Place(str(tmp_path / name))} for name in found.runs}
+    assert [line.verdict.word for line in measure_table(found, places, [0])] == words

@@ -63,6 +63,7 @@ def test_looks_share_the_chance_to_err(read):
     assert read(seeds=4, looks=[2, 4]).confidence == pytest.approx(0.975)
 
 
+SPENT = {"kind": "epsilon", "q": 0.1, "sigma": 1.0, "steps": 10, "delta": 1e-5}
 WRONG = {
     "misspelt key": ({"tittle": "x"}, "the table has the key 'tittle', which means nothing here. Did you mean title?"),
     "unknown run": (
@@ -102,6 +103,23 @@ WRONG = {
     "stage": (
         {"measures": {"final": {"metric": "accuracy", "stage": "L3"}}},
         "has stage: 'L3'. Give 'G', 'L1' or 'L2'.",
+    ),
+    "rate above 1": (
+        {"measures": {"final": {**SPENT, "q": 2.0}}},
+        "(epsilon) of the table has q: 2.0. Give a number in",
+    ),
+    "difference of epsilons": (
+        {"measures": {"final": {"kind": "difference", "against": "fedavg", "of": SPENT}}},
+        "is of an epsilon, which is of no run, so that two runs have the same",
+    ),
+    "order of epsilons": (
+        {"orders": {"better": "fedavg", "worse": "fedavg", "measure": SPENT}},
+        "orders is of an epsilon, which is of no run. Give cells of it.",
+    ),
+    "bar": ({"measures": {"final": {**FINAL, "kind": "clients_below", "bar": float("nan")}}}, "has bar: nan."),
+    "itself": (
+        {"measures": {"final": {**FINAL, "kind": "opt_outs", "against": "fedavg"}}},
+        "cell 'FedAvg / accuracy' compares the run 'fedavg' with itself (final). Name another one.",
     ),
     "looks": (
         {"seeds": 4, "looks": [2]},

@@ -75,6 +75,12 @@ def test_a_target_that_was_not_reached_never_agrees():
     assert judge([50.0, 50.0], published=20, tolerance=10, beyond=True).word == "disagrees"
 
 
+def test_a_ratio_to_a_target_that_was_not_reached_is_an_upper_bound():
+    assert judge([2.0, 2.0], published=2, tolerance=1, below=True).word == "inconclusive"
+    assert judge([9.0, 9.0], published=2, tolerance=1, below=True).word == "inconclusive"
+    assert judge([0.5, 0.5], published=2, tolerance=1, below=True).word == "disagrees"
+
+
 def test_chance_counts_intervals_that_have_a_width():
     verdicts = [judge([0.5], 0.5, 0.1, exact=True), judge([0.4, 0.5], 0.5, 0.3), judge_order([0.1, 0.2], [0.0, 0.0])]
     lines = [Line("a", verdict, dict(enumerate((0.4, 0.5)))) for verdict in verdicts]  # orders: no published value
@@ -93,6 +99,18 @@ def test_disagreements_by_chance_are_as_many_as_said(tolerance):
         said += wrong_by_chance(Line("a", verdict, dict(enumerate(values)), published=0.5, tolerance=tolerance))[0]
     assert wrong / 2000 == pytest.approx(said / 2000, abs=0.012)
     assert 0.025 <= said / 2000 <= 0.05
+
+
+def test_disagreements_by_chance_at_an_early_small_look_are_counted():
+    """With two seeds the mean lies far off more often than with twenty: then the interval lies beyond the other end."""
+    numbers, wrong, said, looks = random.Random(5), 0, 0.0, (2, 20)
+    for _ in range(3000):
+        values = [numbers.gauss(0.05, 0.3) for _ in range(looks[-1])]
+        verdicts = [judge(values[:n], 0.0, 0.05, confidence=0.975) for n in looks]
+        wrong += "disagrees" in [verdict.word for verdict in verdicts]
+        line = Line("a", verdicts[-1], dict(enumerate(values)), published=0.0, tolerance=0.05, looks=looks)
+        said += wrong_by_chance(line)[0]
+    assert wrong / 3000 == pytest.approx(said / 3000, abs=0.007) and said / 3000 > 0.03
 
 
 def test_agreements_by_chance_are_not_more_than_said():
