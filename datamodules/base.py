@@ -297,7 +297,7 @@ def sort_clients(clients: Iterable[str]) -> list[str]:
     """Return client names in the one order that sums, unions and files follow: by name, numbers by value.
 
     Example:
-        >>> from fedlightning.datamodules.base import in_order
+        >>> from fedlightning.datamodules.base import sort_clients
         >>> sort_clients(["site10", "b", "site9", "3", "21", "a²"])
         ['3', '21', 'a²', 'b', 'site9', 'site10']
     """

@@ -305,7 +305,8 @@ def test_it_stands_beside_layers_at_home_and_frozen_entries():
     module = made(NormNet, "adam")
     module.net[0].weight.requires_grad_(False)
     trainer = federate(module, toy_data(SIZES), [FLDE(), FedBN()])
-    same({"w": expert(trainer)["net.0.weight"]}, {"w": module.net[0].weight})
+    assert not expert(trainer)["net.0.weight"].numel()  # a record has no frozen network: it is kept once for all
+    same({"w": module_state(trainer.module("0"))["net.0.weight"]}, {"w": module.net[0].weight})
     assert differs({"w": expert(trainer)["net.3.weight"]}, {"w": module.net[3].weight})
 
 

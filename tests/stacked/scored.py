@@ -74,7 +74,9 @@ class Federation:
 
         scorer.score = counted  # type: ignore[method-assign]
         try:
-            rows = stages.stage_g(self.server, engine, evaluate) + stages.stage_l1(self.server, engine, evaluate)
+            rows = stages.score_global_model(self.server, engine, evaluate) + stages.score_received_models(
+                self.server, engine, evaluate
+            )
         finally:
             del scorer.score
         return Outcome(rows, alone)

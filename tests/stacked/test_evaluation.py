@@ -179,7 +179,7 @@ def test_callbacks_are_told_client_by_client() -> None:
     told = []
     for engine in federation.engines():
         heard.clear()
-        stages.stage_l1(federation.server, engine, Evaluate(("val", "test"), ("local", "pooled")))
+        stages.score_received_models(federation.server, engine, Evaluate(("val", "test"), ("local", "pooled")))
         told.append(list(heard))
     assert told[0] == told[1]
     assert [(client, split) for client, _, _, split, *_ in told[0]] == [
@@ -192,10 +192,10 @@ def test_scores_of_the_global_model_are_taken_over() -> None:
     federation = Federation(Toy())
     evaluate = Evaluate(("val",))
     _, engine = federation.engines()
-    known = stages.stage_g(federation.server, engine, evaluate)
+    known = stages.score_global_model(federation.server, engine, evaluate)
     scored: list[int] = []
     engine._evaluation.scores = lambda requests: scored.append(len(requests)) or []  # type: ignore[method-assign,func-returns-value]
-    rows = stages.stage_l1(federation.server, engine, evaluate, known)
+    rows = stages.score_received_models(federation.server, engine, evaluate, known)
     assert not scored
     assert [(row.client, row.metric, row.value) for row in rows] == [
         (row.client, row.metric, row.value) for row in known
@@ -206,7 +206,7 @@ def test_kept_checkpoints_are_those_of_sequential() -> None:
     federation = Federation(Toy(), [FedPer(personal=["net.3"]), LocalCheckpoint()])
     one, stacked = federation.engines()
     for engine in (one, stacked):
-        stages.stage_l1(federation.server, engine, Evaluate(("val",)))
+        stages.score_received_models(federation.server, engine, Evaluate(("val",)))
     rows = [stages.checkpoint_rows(federation.server, engine, Evaluate(("test",))) for engine in (one, stacked)]
     assert_same(*rows)
     assert {row.checkpoint for row in rows[1]} == {"best_local"}
@@ -217,7 +217,7 @@ def test_nothing_is_drawn_and_nothing_is_changed() -> None:
     _, engine = federation.engines()
     torch.manual_seed(3)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
-    first, again = (stages.stage_l1(federation.server, engine, Evaluate(("val",))) for _ in range(2))
+    first, again = (stages.score_received_models(federation.server, engine, Evaluate(("val",))) for _ in range(2))
     after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
     assert torch.equal(before[0], after[0]) and before[1] == after[1] and np.array_equal(before[2], after[2])
     assert_same(first, again)
@@ -236,7 +236,7 @@ def test_a_client_with_bad_data_fails_as_it_does_alone() -> None:
     messages = []
     for engine in federation.engines():
         with pytest.warns(UserWarning, match=f"client '2' was not scored .* Label {CLASSES + 4}") as caught:
-            rows = stages.stage_l1(federation.server, engine, Evaluate(("val",)))
+            rows = stages.score_received_models(federation.server, engine, Evaluate(("val",)))
         assert {row.client for row in rows} == {"0", "1", "3"}
         messages.append([str(warning.message) for warning in caught])
         assert all("_client" not in vars(callback) for callback in federation.server.callbacks)

@@ -319,7 +319,7 @@ def test_a_generator_of_the_loaders_goes_on_as_under_sequential(kind: type[Toy])
     states = []
     for engine in federation.engines():
         shared.manual_seed(5)
-        assert stages.stage_l1(federation.server, engine, Evaluate(("val", "test")))
+        assert stages.score_received_models(federation.server, engine, Evaluate(("val", "test")))
         states.append(shared.get_state())
     assert torch.equal(*states)
 

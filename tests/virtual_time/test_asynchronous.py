@@ -478,5 +478,5 @@ def test_nobody_can_be_reached_any_more(tmp_path: Path):
     trace = tmp_path / "trace.csv"
     trace.write_text("client,start,end\n0,0,10\n1,0,10\n2,0,10\n")
     clock = VirtualClock(FixedSpeed(4.0), availability=TraceAvailability(trace))
-    with pytest.raises(FederationError, match=r"Round 4: .* after 12 virtual seconds, with 0 of 3 updates"):
+    with pytest.raises(FederationError, match=r"Round 4: .* after 12 virtual seconds, .* 0 of 3 updates"):
         watched(Asynchronous(clock, arrivals=3))

@@ -174,7 +174,7 @@ def rounds_until(rounds: Sequence[int], scores: Sequence[float], target: float, 
         >>> round(rounds_until([1, 2, 3, 4], [0.5, 0.9, 0.7, 1.0], target=0.95).number, 6)
         3.5
         >>> rounds_until([1, 2], [0.5, 0.9], target=0.95)
-        Value(number=2.0, beyond=True)
+        Value(number=2.0, beyond=True, below=False)
     """
     sign = 1.0 if higher else -1.0
     goal, best, before = sign * target, -math.inf, 0
