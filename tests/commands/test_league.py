@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from fedlightning.cli import main
 from fedlightning.commands.league import Until
@@ -105,6 +106,9 @@ def test_a_method_with_twice_the_gradients_has_half_the_rounds(tmp_path):
     """Ditto trains two models: it is counted by the run. Its equal rounds are tested beside."""
     groups = {"any": {"FedAvg": {}, "Ditto": {}}}
     path = league(tmp_path / "league", groups=groups, seeds=[0])
+    task = yaml.safe_load((tmp_path / "league/tiny.yaml").read_text())
+    task["trainer"]["max_rounds"] = 4
+    (tmp_path / "league/tiny.yaml").write_text(yaml.safe_dump(task))
     assert main(["league", "tiny", f"--league={path}", "--out=out"]) == 0
     found = rows("out")
     rounds = {name: int(row["best"]["trainer.max_rounds"]) for name, row in found.items()}
