@@ -122,7 +122,11 @@ def show_league(read: League, results: Path, screen: Console) -> None:
     for group in dict.fromkeys(method.group for method in read.methods.values()):
         names = ", ".join(name for name, method in read.methods.items() if method.group == group)
         say(screen, f"{group}: {names}", markup=False)
-    say(screen, f"\n{read.trials} trials of each method on each task, then {len(read.seeds)} seeds.")
+    say(
+        screen,
+        f"\n{read.trials} trials of each method on each task with a third of the budget, the best {read.keep} with all of it, "
+        f"the best {read.finalists} with another seed; then {len(read.seeds)} seeds.",
+    )
 
 
 def show_row(task: LeagueTask, row: Row, screen: Console) -> None:
