@@ -124,8 +124,8 @@ def show_league(read: League, results: Path, screen: Console) -> None:
         say(screen, f"{group}: {names}", markup=False)
     say(
         screen,
-        f"\n{read.trials} trials of each method on each task with a third of the budget, the best {read.keep} with all of it, "
-        f"the best {read.finalists} with another seed; then {len(read.seeds)} seeds.",
+        f"\n{read.trials} trials of each method on each task with a third of the budget, the best {read.keep} with all of "
+        f"it, the best {read.finalists} with another seed; then {len(read.seeds)} seeds.",
     )
 
 

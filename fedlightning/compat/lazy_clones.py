@@ -17,8 +17,9 @@ def lazy_clone(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor whose memory is the tensor's until somebody writes to one of the two.
 
     Torch makes the second memory then, whoever writes: an operation, numpy, DLPack, a pointer. It cannot see who writes to an
-    array or a file that the memory was made of, or to a numpy view that was taken before: such a write is in both. It has this since 2.1, without a public name; where it has it no more, or the tensor
-    is a part of a memory, is small or on a GPU, the copy is made at once.
+    array or a file that the memory was made of, or to a numpy view that was taken before: such a write is in both. Torch has
+    lazy clones since 2.1, without a public name; where it has them no more, or the tensor is a part of a memory, is small or
+    on a GPU, the copy is made at once.
 
     Example:
         >>> weight = torch.zeros(2**15)

@@ -35,7 +35,8 @@ def test_the_list_says_what_there_is(capsys):
         "shakespeare" in shown
         and "SCAFFOLD" in shown
         and "16 trials of each method on each task" in shown
-        and "then 10 seeds" in " ".join(shown.split())
+       
+    assert "then 10 seeds" in " ".join(shown.split())
     )
 
 
