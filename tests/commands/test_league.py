@@ -31,13 +31,8 @@ def stamps(out: str) -> dict[str, int]:
 def test_the_list_says_what_there_is(capsys):
     assert main(["league"]) == 0
     shown = capsys.readouterr().out
-    assert (
-        "shakespeare" in shown
-        and "SCAFFOLD" in shown
-        and "16 trials of each method on each task" in shown
-       
+    assert "shakespeare" in shown and "SCAFFOLD" in shown and "16 trials of each method on each task" in shown
     assert "then 10 seeds" in " ".join(shown.split())
-    )
 
 
 @pytest.mark.parametrize(
