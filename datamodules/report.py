@@ -186,7 +186,7 @@ def plot_partition(
         >>> from fedlightning.datamodules import plot_partition
         >>> figure = plot_partition([[0, 1, 2], [3]], labels=[0, 0, 1, 1])
         >>> figure.axes[0].get_title()
-        '2 clients, the smallest has 1 sample, mean TV distance of labels 0.33'
+        '2 clients, the smallest has 1 sample; labels differ by 0.33 (0 alike, 1 disjoint)'
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -221,7 +221,7 @@ def plot_partition(
     axes.spines[["top", "right"]].set_visible(False)
     words = f"{clients} {axis}s, the smallest has {report.min_size} sample{'s' if report.min_size != 1 else ''}"
     if classes > 1:
-        words += f", mean TV distance of labels {report.mean_total_variation:.2f}"
+        words += f"; labels differ by {report.mean_total_variation:.2f} (0 alike, 1 disjoint)"
     axes.set_title(words if title is None else title, fontsize=10)
     if 1 < classes <= 30:
         handles, names = axes.get_legend_handles_labels()
@@ -503,7 +503,7 @@ def plot_images(data: FederatedDataModule, split: str = "train", most: int = 8) 
         own = grid[number % lines, number // lines * most :]
         for axes, image in zip(own, images, strict=False):
             axes.imshow(image, cmap="gray")
-        own[0].set_title(client, fontsize=8, loc="left", parse_math=False)
+        own[0].set_title(f"client {client}", fontsize=8, loc="left", parse_math=False)
     return figure
 
 

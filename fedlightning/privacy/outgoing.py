@@ -201,7 +201,9 @@ def list_outgoing(federation: Federation) -> list[OutgoingItem]:
     visit, every = "in each visit", federation.asked_evaluate_every
     items = [
         OutgoingItem(
-            "sizes", "numbers of samples, classes and batches, hashes of who tests on which", "before round 1"
+            "sizes",
+            "numbers of samples, classes and batches, hashes of who tests on which and of names of inputs and classes",
+            "before round 1",
         ),
         OutgoingItem(
             "classes", "numbers of training samples by class, hashes of who trains on which", "before round 1"

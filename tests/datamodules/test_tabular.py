@@ -331,19 +331,6 @@ def test_a_report_names_classes_as_the_file_does(tmp_path):
     assert report.classes == ["no", "yes"] and report.rows()[0].keys() >= {"no", "yes"}
 
 
-def test_sites_whose_columns_are_in_another_order_do_not_train_one_network(tmp_path):
-    told = []
-    for name, header in (("a", "age,dose,site,y"), ("b", "dose,age,site,y"), ("c", "age,dose,site,y")):
-        path = tmp_path / f"{name}.csv"
-        path.write_text("\n".join([header, *(f"{40 + i},{i % 7},{name},{i * 0.5}" for i in range(40))]))
-        data = TabularFederatedDataModule(path, target="y", client="site")
-        data.setup()
-        told.append(data_summary.describe(data))
-    assert data_summary.DataSummary.merged([told[0], told[2]]).client_ids == ["a", "c"]
-    with pytest.raises(ValueError, match=r"sites of 'a' and 'b' have different columns, or in another order"):
-        data_summary.DataSummary.merged(told)
-
-
 def test_what_the_file_alone_decides_is_told(tmp_path):
     path = tmp_path / "t.csv"
     rows = [f"{40 + i},{'fm'[i % 2]},{'ab'[i % 3 > 1]},{i // 2 % 2}" for i in range(40)]
