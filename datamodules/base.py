@@ -121,7 +121,7 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     @property
     def meaning(self) -> dict[str, list[str]]:
-        """What the network's `inputs` and `targets` are, in order, as far as they have names: all clients are to have the same.
+        """What a network's `inputs` and `targets` are, in order, as far as they have names; all clients have the same.
 
         Here: the names of classes, of the user's own data module too (`class_names`).
         """

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule
+from fedlightning.datamodules.base import SPLITS, FederatedDataModule, sort_clients
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule
 from fedlightning.ranges import number_in
 
@@ -136,7 +136,7 @@ def describe(
                [0, 1]])
     """
     if isinstance(source, FederatedDataModule):
-        ids = source.client_ids
+        ids = sort_clients(source.client_ids)
         held = [source.class_counts(client, split) for client in ids]
         if any(row is None for row in held):
             table = np.array([[source.num_samples(client, split)] for client in ids])
@@ -404,10 +404,11 @@ def describe_columns(
         >>> [(one.name, one.test, one.p < 0.05) for one in found]
         [('age', 'Kruskal-Wallis', True), ('sex', 'chi-square', False)]
     """
-    patients = {client: data.sample_values(client, split, group) if group else None for client in data.client_ids}
+    clients = sort_clients(data.client_ids)
+    patients = {client: data.sample_values(client, split, group) if group else None for client in clients}
     found = []
     for name in columns:
-        cells = {client: data.sample_values(client, split, name) for client in data.client_ids}
+        cells = {client: data.sample_values(client, split, name) for client in clients}
         single = {client: _first_of_each(own, patients[client]) for client, own in cells.items()}
         found.append(_report(name, cells, single))
     return sorted(found, key=lambda one: (one.p is None, one.p or 0.0, -(one.effect or 0.0)))
@@ -490,7 +491,7 @@ def plot_images(data: FederatedDataModule, split: str = "train", most: int = 8) 
     """
     from matplotlib.figure import Figure
 
-    shown = {client: _images(data, client, split, most) for client in data.client_ids}
+    shown = {client: _images(data, client, split, most) for client in sort_clients(data.client_ids)}
     if not any(shown.values()):
         return None
     beside = -(-len(shown) // LINES)

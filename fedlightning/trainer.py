@@ -67,7 +67,7 @@ SomeBatches = Annotated[float, Range("[0, 1]", "A float is a share of the batche
 
 
 class _InText(type):
-    """The class of FederatedTrainer: LightningCLI(trainer_class=FederatedTrainer) refuses it in Lightning's words and this."""
+    """The class of FederatedTrainer: LightningCLI(trainer_class=FederatedTrainer) refuses it with this text."""
 
     def __format__(cls, spec: str) -> str:
         return f"{cls!r} (which has a command line of its own: write FederatedCLI(MyModule, MyData), no LightningCLI)"

@@ -218,8 +218,8 @@ class DataSummary:
             for kind, ways in MEANING.items():
                 if site.meaning.get(kind) != first.meaning.get(kind):
                     raise ValueError(
-                        f"The sites of '{first.client_ids[0]}' and '{site.client_ids[0]}' have different {kind}, or in another "
-                        f"order, and one network is to take them. Give every site the same {ways}."
+                        f"The sites of '{first.client_ids[0]}' and '{site.client_ids[0]}' have different {kind}, or in "
+                        f"another order, and one network is to take them. Give every site the same {ways}."
                     )
             if site.statistics != first.statistics:
                 raise ValueError(

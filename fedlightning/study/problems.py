@@ -86,10 +86,10 @@ def _evidence(study: StudyData) -> Iterator[Problem]:
     improving = still_improving(study)
     if improving:
         who = "All methods" if len(improving) >= len(trained) > 1 else ", ".join(improving)
-        share = max(improving.values())
+        gain = f"up to {max(improving.values()):.0%} came in the last quarter of the rounds"
         text = (
-            f"{who} still improve{'s' if len(improving) == 1 else ''}: of all that validation curves gained, up to {share:.0%} "
-            f"came in the last quarter of the rounds. More rounds may {'change the order' if trained[1:] else 'do better'}."
+            f"{who} still improve{'s' if len(improving) == 1 else ''}: of all that validation curves gained, {gain}. "
+            f"More rounds may {'change the order' if trained[1:] else 'do better'}."
         )
         yield Problem("unconverged", None, None, text)
     for method, other, apart in without_effect(study) if constant is None else ():

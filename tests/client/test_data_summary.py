@@ -105,7 +105,9 @@ def test_one_network_takes_inputs_and_targets_of_one_meaning(kind, first, other,
         data.setup("fit")
         sites.append(describe(data))
     assert DataSummary.merged([sites[0], sites[2]]).client_ids == ["a", "c"]
-    with pytest.raises(ValueError, match=rf"sites of 'a' and 'b' have different {kind}, or in another order.*Give every"):
+    with pytest.raises(
+        ValueError, match=rf"sites of 'a' and 'b' have different {kind}, or in another order.*Give every"
+    ):
         DataSummary.merged(sites)
 
 
@@ -115,7 +117,6 @@ def test_a_site_that_lacks_a_named_class_takes_part(tmp_path):
         data = rows(tmp_path / name, *labels, names=["cat", "dog", "owl"])
         data.setup("fit")
         sites.append(describe(data))
-    assert [site.meaning["targets"] for site in sites][0] == sites[1].meaning["targets"]
     assert DataSummary.merged(sites).client_ids == ["a", "b"]
 
 

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 import torch
 
-from fedlightning.client import data_summary
 from fedlightning.datamodules import DirichletPartitioner, IIDPartitioner, TabularFederatedDataModule, describe
 from fedlightning.datamodules.tables import Form, numbers_of, read_table
 
