@@ -86,8 +86,8 @@ class CallbackList:
         if any(wish != next(iter(wishes.values())) for wish in wishes.values()):
             wordings = {key: "a function of its own" if callable(wish) else wish for key, wish in wishes.items()}
             raise ValueError(
-                f"Callbacks ask for different weightings: {wordings}. A mean has one: set the same `weighting` on them, or none "
-                "beside one that weighs by a function of its own."
+                f"Callbacks ask for different weightings: {wordings}. A mean has one: set the same `weighting` on "
+                "them, or none beside one that weighs by a function of its own."
             )
         for key, wish in wishes.items():
             if not callable(wish) and not (isinstance(wish, str) and wish in WEIGHTINGS):
@@ -104,8 +104,8 @@ class CallbackList:
     def __radd__(self, other: Iterable[object]) -> Any:
         """Refuse what Lightning's Tuner does: `[callback] + trainer.callbacks`."""
         raise ConfigurationError(
-            f"{', '.join(type(callback).__name__ for callback in other)} cannot be added to the callbacks of a FederatedTrainer, which "
-            f"has read them. Use {FIXED}; Lightning's Tuner tunes on one client: Tuner(Trainer()).lr_find(module, loader)."
+            f"{', '.join(type(added).__name__ for added in other)} cannot be added to the callbacks of a FederatedTrainer, "
+            f"which has read them. Use {FIXED}; Lightning's Tuner tunes on one client: Tuner(Trainer()).lr_find(module, loader)."
         )
 
     def __iter__(self) -> Iterator[FederatedCallback]:

@@ -317,7 +317,7 @@ def is_plain_kind(annotation: Any) -> bool:
     if isinstance(annotation, type) and not get_args(annotation):
         return True
     inner = [part for part in get_args(annotation) if part is not ...]
-    return get_origin(annotation) in HOLDS and bool(inner) and all(is_plain_kind(one) for one in inner)
+    return get_origin(annotation) in HOLDS and bool(inner) and all(is_plain_kind(part) for part in inner)
 
 
 def ranges_in(annotation: Any) -> list[Range]:
