@@ -104,7 +104,7 @@ class CallbackList:
     def __radd__(self, other: Iterable[object]) -> Any:
         """Refuse what Lightning's Tuner does: `[callback] + trainer.callbacks`."""
         raise ConfigurationError(
-            f"{', '.join(type(added).__name__ for added in other)} cannot be added to the callbacks of a FederatedTrainer, "
+            f"{', '.join(type(new).__name__ for new in other)} cannot be added to the callbacks of a FederatedTrainer, "
             f"which has read them. Use {FIXED}; Lightning's Tuner tunes on one client: Tuner(Trainer()).lr_find(module, loader)."
         )
 

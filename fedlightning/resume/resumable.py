@@ -212,5 +212,5 @@ def refuse_requeued(folder: Path) -> None:
     if files:
         raise ConfigurationError(
             f"{files[0]} is a checkpoint of a job that SLURM ended; Lightning would load it into every client's training. "
-            "Remove it: the run's own state is in files/last."
+            "Remove it: the run's own state is in checkpoints/last."
         )
