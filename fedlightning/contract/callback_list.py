@@ -105,7 +105,8 @@ class CallbackList:
         """Refuse what Lightning's Tuner does: `[callback] + trainer.callbacks`."""
         raise ConfigurationError(
             f"{', '.join(type(new).__name__ for new in other)} cannot be added to the callbacks of a FederatedTrainer, "
-            f"which has read them. Use {FIXED}; Lightning's Tuner tunes on one client: Tuner(Trainer()).lr_find(module, loader)."
+            f"which has read them. Use {FIXED}; Lightning's Tuner tunes on one client: "
+            "Tuner(Trainer()).lr_find(module, loader)."
         )
 
     def __iter__(self) -> Iterator[FederatedCallback]:
