@@ -203,7 +203,7 @@ class Unseen:
         stays = [name for name in architecture.trainable if name not in travels]
         if stays:
             warn(
-                f"{len(stays)} of {len(architecture.trainable)} trainable entries ('{stays[0]}' ...) stay with the clients, so "
-                "an unseen client holds them as the module began, untrained. Its scores at stage L1 are those of that "
+                f"{len(stays)} of {len(architecture.trainable)} trainable entries ('{stays[0]}' ...) stay with the clients, "
+                "so an unseen client holds them as the module began, untrained. Its scores at stage L1 are those of that "
                 "model."
             )

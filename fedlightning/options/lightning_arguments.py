@@ -55,8 +55,8 @@ def check_forwarded(arguments: Mapping[str, Any]) -> None:
     """Refuse several machines where this process knows of none."""
     if arguments["num_nodes"] > 1 and not in_cluster(arguments["plugins"]):
         raise ConfigurationError(
-            f"num_nodes={arguments['num_nodes']}, but this process was not started on several machines, and would wait for the "
-            "others for ever. Start it with srun or torchrun, set MASTER_ADDR and NODE_RANK, or leave num_nodes out."
+            f"num_nodes={arguments['num_nodes']}, but this process was not started on several machines, and would wait for "
+            "the others for ever. Start it with srun or torchrun, set MASTER_ADDR and NODE_RANK, or leave num_nodes out."
         )
 
 
