@@ -55,7 +55,7 @@ def start(arguments: Mapping[str, Any], guarded: bool) -> None:
             _clear_away()
             if number == TRIES:
                 raise ConfigurationError(
-                    f"Ray has not started in {TRIES} tries; the last: {reason}. The load of this machine is {load_now()}: "
+                    f"Ray has not started in {TRIES} tries; the last: {reason}. This machine's load is {load_now()}: "
                     "wait until it is less, or use engine='processes', which needs no services. Ray's logs are below /tmp/ray."
                 ) from error
             warn(f"Ray has not started ({reason}), at a load of {load_now()}: try {number + 1} of {TRIES}.")
