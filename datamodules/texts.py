@@ -104,7 +104,7 @@ class TextDataModule(LoaderDataModule):
 
     @property
     def meaning(self) -> dict[str, list[str]]:
-        words = getattr(self.tokenizer, "get_vocab", dict)()
+        words: dict[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
         return super().meaning | {"inputs": sorted(words, key=words.__getitem__)} if words else super().meaning
 
     @property
