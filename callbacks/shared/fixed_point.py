@@ -1,4 +1,4 @@
-"""Numbers as integers of a ring, so that sums are exact: :class:`FixedPoint`."""
+"""Numbers as integers of a ring, so that sums are exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One client during a visit: :class:`Client`."""
+"""One client during a visit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client side of a federation: :class:`ClientRuntime`.
+"""The client side of a federation.
 
 :class:`Scorer` scores one module on one loader.
 """

@@ -1,4 +1,4 @@
-"""Who there is in a federation, and who takes part in a round: :class:`Population` and :class:`Participation`.
+"""The clients of a federation, and those that take part in a round.
 
 Statistics of the data that clients agree on before round 1: asked once, added up, kept in the run's folder.
 """
