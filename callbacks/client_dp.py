@@ -32,15 +32,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks import client_dp_checks as checks
 from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
-from fedlightning.callbacks.shared.private_options import (
-    Accountant,
-    Clip,
-    Delta,
-    NoiseMultiplier,
-    Private,
-    Scores,
-    some_noise,
-)
+from fedlightning.callbacks.shared.private_options import Accountant, Clip, Delta, Noise, Private, Scores, some_noise
 from fedlightning.callbacks.shared.secret_noise import digest_of, normal, uniform, with_noise
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 from fedlightning.callbacks.shared.spending import KNOWN, releases_in, write_spending
@@ -252,7 +244,7 @@ class ClientDP(ClientSelection, Private):
     rank = 1000  # adds noise to what everybody else has made of a mean
 
     delta: Delta
-    noise_multiplier: NoiseMultiplier | None = None
+    noise_multiplier: Noise | None = None
     epsilon: PositiveFloat | None = None
     clip: Clip = 1.0
     rate: PositiveShare = 1.0

@@ -39,15 +39,7 @@ from fedlightning.callbacks import sample_dp_checks as checks
 from fedlightning.callbacks.sample_dp_checks import added, count, patients_of
 from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten, spent_in
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
-from fedlightning.callbacks.shared.private_options import (
-    Accountant,
-    Clip,
-    Delta,
-    NoiseMultiplier,
-    Private,
-    Scores,
-    some_noise,
-)
+from fedlightning.callbacks.shared.private_options import Accountant, Clip, Delta, Noise, Private, Scores, some_noise
 from fedlightning.callbacks.shared.record_gradients import Began, RecordGradients, all_of
 from fedlightning.callbacks.shared.secret_noise import digest_of, with_noise
 from fedlightning.callbacks.shared.spending import merged, write_told
@@ -190,7 +182,7 @@ class SampleDP(TrainingData, Private):
     noised = ("entries", "models", "means")
 
     delta: Delta
-    noise_multiplier: NoiseMultiplier | None = None
+    noise_multiplier: Noise | None = None
     epsilon: PositiveFloat | None = None
     clip: Clip = 1.0
     accountant: Accountant = "rdp"
@@ -199,7 +191,7 @@ class SampleDP(TrainingData, Private):
     unit: Literal["record", "patient"] = "record"
     most: PositiveInt = 16
     scores: Scores = "withheld"
-    means_noise: NoiseMultiplier = 10.0
+    means_noise: Noise = 10.0
     means_clip: Clip = 1.0
 
     def __post_init__(self) -> None:
@@ -547,12 +539,9 @@ class SampleDP(TrainingData, Private):
         self._began = all_of(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been spent in a plain Trainer; the secret is in no checkpoint."""
-        return {"history": self._spent()} if self._client is None else {}
-
-    def _spent(self) -> list[list[float]]:
-        """Return the steps of all fits, those of the one that runs too."""
-        return self._history if self._fit is None else added(self._history, self._fit.counted)
+        """Return what all fits have spent in a plain Trainer, one that runs too; the secret is in no checkpoint."""
+        spent = self._history if self._fit is None else added(self._history, self._fit.counted)
+        return {"history": spent} if self._client is None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting from a checkpoint of a plain Trainer; raise ValueError if there is a count already."""

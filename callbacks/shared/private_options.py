@@ -13,7 +13,7 @@ from fedlightning.callbacks.shared.spending import accountant_of, merged, most_t
 from fedlightning.ranges import Range, at_least_one
 
 Delta = Annotated[float, Range("(0, 1)")]
-NoiseMultiplier = Annotated[float, Range("(0, 1e6]", "More leaves nothing of a model.")]
+Noise = Annotated[float, Range("(0, 1e6]", "More leaves nothing of a model.")]
 Clip = Annotated[float, Range("[1e-12, 1e12]")]
 """Of what single precision holds the squares, noise and all."""
 Accountant = Literal["rdp", "prv"]
@@ -35,7 +35,6 @@ class Private(Protection):
     delta: float
     noise_multiplier: float | None
     epsilon: float | None
-    clip: float
     accountant: Accountant
     ledger: str | None
     noise_seed: int | None

@@ -228,14 +228,10 @@ class RecordGradients:
         if fresh and self.size:
             refuse_other_parts(self.module, chosen, samples)
             self._looked_at |= fresh
-        samples = [None if one is None else self._by_unit(one) for one in samples]
-        norms = torch.stack([one.lengths() for one in samples if one is not None] or [torch.zeros(1)])
+        samples = [self._by_unit(one) for one in samples]
+        norms = torch.stack([one.lengths() for one in samples] or [torch.zeros(1)])
         factor = _factors(norms.square().sum(0).sqrt(), self.clip, self.size)
-        sums = [
-            torch.zeros_like(as_reals(parameter)) if one is None else one.total(factor)
-            for parameter, one in zip(chosen, samples, strict=True)
-        ]
-        self._cover(chosen, sums)
+        self._cover(chosen, [one.total(factor) for one in samples])
         self._hooks.set_grad_sample_to_none()
         self.steps += 1
 
@@ -263,9 +259,7 @@ class RecordGradients:
         self._hooks.cleanup()
 
 
-def refuse_other_parts(
-    module: LightningModule, chosen: Sequence[nn.Parameter], samples: Sequence[Samples | None]
-) -> None:
+def refuse_other_parts(module: LightningModule, chosen: Sequence[nn.Parameter], samples: Sequence[Samples]) -> None:
     """Refuse a gradient that is not the mean of the gradients of records: the rest would be lost.
 
     Raises:
@@ -273,9 +267,7 @@ def refuse_other_parts(
     """
     for parameter, one in zip(chosen, samples, strict=True):
         whole = as_reals(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        mean = torch.zeros_like(whole)
-        if one is not None:
-            mean = one.total(torch.full((len(one),), 1.0 / len(one), device=whole.device)).to(one.left.dtype)
+        mean = one.total(torch.full((len(one),), 1.0 / len(one), device=whole.device)).to(one.left.dtype)
         if not _close(mean, whole):
             name = next(name for name, value in module.named_parameters() if value is parameter)
             raise ValueError(
@@ -501,21 +493,15 @@ def _gradients(
     hooks.set_grad_sample_to_none()
     module.zero_grad()
     probes.training_loss(module, batch).backward()
-    found = [_samples_of(hooks, parameter, count) for parameter in trainable]
-    return [
-        torch.zeros(most, *as_reals(parameter).shape, device=parameter.device)
-        if one is None
-        else one.dense(most).clone()
-        for parameter, one in zip(trainable, found, strict=True)
-    ]
+    return [_samples_of(hooks, parameter, count).dense(most).clone() for parameter in trainable]
 
 
 def _cut(values: Tensor, place: int, count: int) -> Tensor:
     return values[place : place + 1] if values.dim() and len(values) == count else values
 
 
-def _samples_of(hooks: Any, parameter: nn.Parameter, records: int) -> Samples | None:
-    """Return the gradients of the records for a parameter, in real numbers; `None` if the step has not used it.
+def _samples_of(hooks: Any, parameter: nn.Parameter, records: int) -> Samples:
+    """Return the gradients of the records for a parameter, in real numbers; zeros if the step has not used it.
 
     Raises:
         ValueError: If there are not as many as records.
@@ -531,7 +517,7 @@ def _samples_of(hooks: Any, parameter: nn.Parameter, records: int) -> Samples | 
             "whose first dimension is the batch: keep sequences in the second."
         )
     if found is None:
-        return None
+        return Samples(torch.zeros(records, *as_reals(parameter).shape, device=parameter.device))
     factors = hooks.factors.get(parameter, ())
     if len(factors) == 1 and factors[0][0].dim() == 2:
         return Samples(*factors[0])

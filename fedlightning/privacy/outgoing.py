@@ -76,12 +76,8 @@ class OutgoingFilter:
     @property
     def terms(self) -> str:
         """A hash of it: what a client keeps stays under the terms under which it was kept."""
-        listed = (
-            sorted(self.entries),
-            sorted(self.private),
-            sorted((key, sorted(up)) for key, up in self.extras.items()),
-        )
-        return hashlib.sha256(repr(listed).encode()).hexdigest()
+        extras = sorted((key, sorted(up)) for key, up in self.extras.items())
+        return hashlib.sha256(repr((sorted(self.entries), sorted(self.private), extras)).encode()).hexdigest()
 
     def fault(self, names: Collection[str]) -> str | None:
         """Return why some entries do not leave, by name; `None` if all of them may."""
