@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from types import ModuleType
@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from fedlightning.ranges import NonNegativeInt, checked
 from fedlightning.seeding import address, generator, isolated
@@ -378,17 +378,10 @@ def gives_batches(loader: Any) -> bool:
     return no_batches and not isinstance(loader.sampler, BatchSampler)
 
 
-def with_batches_of(loader: DataLoader[Any], batches: Iterable[list[int]]) -> DataLoader[Any]:
-    """Return a loader of the same data set with other batches."""
-    names = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
-    options: dict[str, Any] = {name: getattr(loader, name) for name in names}
-    return DataLoader(loader.dataset, batch_sampler=batches, **options)
-
-
 def each_once(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader that gives each sample of a data set once, whatever its sampler leaves out or repeats."""
-    order = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
-    return with_batches_of(loader, BatchSampler(order, loader.batch_size or 1, drop_last=False))
+    workers = {"num_workers": loader.num_workers, "worker_init_fn": loader.worker_init_fn}
+    return DataLoader(loader.dataset, loader.batch_size, collate_fn=loader.collate_fn, **workers)  # type: ignore[arg-type]
 
 
 def samples_in(loader: DataLoader[Any] | None) -> int:

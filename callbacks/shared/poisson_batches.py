@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from fedlightning.algorithm import isolated
 from fedlightning.callbacks.shared.secret_noise import uniform
-from fedlightning.datamodules.sampling import with_batches_of
 
 
 class PoissonBatches(Sampler[list[int]]):
@@ -109,7 +108,9 @@ def poisson_loader(
     if groups is not None and len(groups) != count:
         raise ValueError(f"{owner} got the groups of {len(groups)} samples for {count}. Give one for each sample.")
     sampler = PoissonBatches(count, len(loader), secret, address, groups, most)
-    return with_batches_of(loader, sampler), sampler
+    names = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+    options: dict[str, Any] = {name: getattr(loader, name) for name in names}
+    return DataLoader(loader.dataset, batch_sampler=sampler, **options), sampler
 
 
 def refuse_undrawable(loader: Any, owner: str) -> None:
