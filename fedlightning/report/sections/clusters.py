@@ -95,10 +95,10 @@ def clusters(context: Context) -> Section | None:
     ]  # fmt: skip
     notes = ["A client is in the cluster that it belongs to most. A cluster that is divided counts as a change for all who "
              "are in one with a new name."]  # fmt: skip
-    known = any(row["agreement"] is not None for row in rows)
+    planted = any(row["agreement"] is not None for row in rows)
     notes += [
         "Agreement: adjusted Rand index of the last clusters and the groups that the data module planted."
-    ] * known
+    ] * planted
     table = context.table("clusters", "Clusters of each method, means over clients", columns, rows, notes, _silent)
     return context.section(
         "clusters",
