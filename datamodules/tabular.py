@@ -388,17 +388,17 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     @property
     def coupled_records(self) -> str:
         if not self._scaled_by_rows:
-            return ""
+            return super().coupled_records
         return (
             f"{self._scaled_by_rows[0]!r} is scaled by the mean and deviation of all rows of a client (scale: local). Give "
             "statistics of a public sample for such columns, or scale: none."
         )
 
     @property
-    def input_names(self) -> list[str] | None:
-        return (
-            self.feature_names if self.wanted_statistics is None else None
-        )  # these tell of columns and words themselves
+    def meaning(self) -> dict[str, list[str]]:
+        scales = [f"{name}: {list(map(float, pair))}" for name, pair in sorted(self.statistics.items())]
+        targets = [str(name) for name in self.class_names or (self.target_statistics or ())]
+        return {"inputs": [*self.feature_names, self.scale, *scales], "targets": [*self._targeted, *targets]}
 
     @property
     def named_by_file(self) -> dict[str, Any]:
@@ -406,7 +406,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
 
     @property
     def wanted_statistics(self) -> dict[str, Any] | None:
-        return self._open.wanted(self.feature_names)
+        return self._open.wanted
 
     def statistics_of(self, client: str) -> dict[str, Any]:
         return self._open.sums(self.indices(client, "train"))
@@ -522,6 +522,10 @@ class TextTableDataModule(TabularFederatedDataModule):
     def vocabulary_size(self) -> int:
         """Numbers that a word can have, padding included: `vocab_size` of a network."""
         return self.numbers_of.size
+
+    @property
+    def meaning(self) -> dict[str, list[str]]:
+        return super().meaning | {"inputs": self.numbers_of.meaning}
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         ids, splits = super().build()

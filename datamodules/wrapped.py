@@ -46,8 +46,8 @@ class WrappedDataModule(FederatedDataModule):
         return self.whole.coupled_records
 
     @property
-    def input_names(self) -> list[str] | None:
-        return self.whole.input_names
+    def meaning(self) -> dict[str, list[str]]:
+        return self.whole.meaning
 
     @property
     def named_by_file(self) -> dict[str, Any]:
@@ -105,6 +105,10 @@ class WrappedDataModule(FederatedDataModule):
     def public_dataloader(self) -> DataLoader[Any] | None:
         return self.whole.public_dataloader()
 
+    @property
+    def public_is_compared(self) -> bool:
+        return self.whole.public_is_compared
+
     def public_report(self) -> dict[str, Any] | None:
         return self.whole.public_report()
 
@@ -136,6 +140,14 @@ class WrappedIndexedDataModule(IndexedFederatedDataModule):
     @property
     def coupled_records(self) -> str:
         return self.source.coupled_records
+
+    @property
+    def meaning(self) -> dict[str, list[str]]:
+        return self.source.meaning
+
+    @property
+    def named_by_file(self) -> dict[str, Any]:
+        return self.source.named_by_file
 
     def prepare_data(self) -> None:
         """Call the source's `prepare_data`."""
