@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from lightning.pytorch import Callback, LightningModule, Trainer, __version__
+from lightning import __version__ as lightning_version
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_info
@@ -263,7 +264,7 @@ def _resumable(record: Mapping[str, Any], trainer: Trainer, module: LightningMod
         for counters in (progress["total"], progress["current"]):
             counters.update(dict.fromkeys(counters, record.get(name, 0)))
     loops["epoch_loop.state_dict"]["_batches_that_stepped"] = record.get("windows", 0)
-    clocks = {"epoch": record["epochs"], "global_step": record["steps"], "pytorch-lightning_version": __version__}
+    clocks = {"epoch": record["epochs"], "global_step": record["steps"], "pytorch-lightning_version": lightning_version}
     return copy.deepcopy(clocks | of_module(module) | record["checkpoint"]) | {"loops": {"fit_loop": loops}}
 
 
