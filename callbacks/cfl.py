@@ -9,7 +9,6 @@ from typing import Annotated
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
-from sklearn.cluster import AgglomerativeClustering
 from torch import Tensor
 
 from fedlightning.algorithm import (
@@ -211,6 +210,8 @@ class CFL(Clusters):
         Args:
             deltas: Every member's update.
         """
+        from sklearn.cluster import AgglomerativeClustering  # slow to import
+
         linkage = AgglomerativeClustering(2, metric="precomputed", linkage="complete")
         labels = linkage.fit_predict(ties.levelled(1.0 - cosines(flat(deltas))).numpy())
         first = [client for client, label in zip(deltas, labels, strict=True) if label == labels[0]]

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from sklearn.cluster import KMeans
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -82,6 +81,8 @@ def grouped(alike: Tensor, count: int, how: Literal["medoids", "means"], seed: i
         >>> grouped(alike, 2, "medoids", 0), grouped(alike, 2, "means", 0)
         ([0, 0, 1], [0, 0, 1])
     """
+    from sklearn.cluster import KMeans  # slow to import
+
     count = min(count, len(alike))
     if how == "means":
         same = ties.representatives(alike)

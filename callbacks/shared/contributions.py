@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy.stats import rankdata
-from sklearn.cluster import KMeans
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_f1_score
 
@@ -190,6 +189,8 @@ def groups_by_class_scores(scores: Mapping[str, Tensor], num_groups: int, seed: 
         >>> groups["a"] == groups["c"] != groups["b"]
         True
     """
+    from sklearn.cluster import KMeans  # slow to import
+
     if len(scores) <= num_groups:
         return {client: number for number, client in enumerate(scores)}
     table = torch.stack(list(scores.values())).double().numpy()

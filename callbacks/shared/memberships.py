@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
-from sklearn.cluster import KMeans
 from torch import Tensor
 
 from fedlightning.algorithm import GLOBAL, Server, ServerModels, add_round, sheets
@@ -40,6 +39,8 @@ def clusters_of(biases: Tensor, count: int, seed: int) -> list[int]:
 
 
 def _by_k_means(rows: Tensor, count: int, seed: int) -> list[int]:
+    from sklearn.cluster import KMeans  # slow to import
+
     found: list[int] = KMeans(count, n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy()).tolist()
     return found
 

@@ -257,20 +257,19 @@ class VisitCallback(Callback):
             self.gradient_weights.pop(name, None)
 
 
-class KeepingVisitCallback(VisitCallback):
-    """Ends a visit where the Trainer's own limit does not.
-
-    Under `optimizer_state="keep"` that is the horizon of the whole federation; under manual optimization it counts only the
-    steps that go through Lightning.
-    """
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self.unit == "steps" and (self.attempts or self._others) >= self.work:
-            trainer.should_stop = True
+class EndsByEpochs(VisitCallback):
+    """Ends a visit after its epochs where the Trainer's own limit is the horizon of the whole federation."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.unit == "epochs":
-            trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
+        trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
+
+
+class EndsBySteps(VisitCallback):
+    """Ends a visit after its steps: there, and under manual optimization, whose limit counts steps through Lightning only."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if (self.attempts or self._others) >= self.work:
+            trainer.should_stop = True
 
 
 def scale_learning_rates(optimizers: Iterable[Optimizer], schedulers: Iterable[Any], factor: float) -> None:

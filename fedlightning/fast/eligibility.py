@@ -189,10 +189,8 @@ def find_run_refusal(arguments: Mapping[str, Any], callbacks: Iterable[Callback]
     return None
 
 
-def find_visit_refusal(module: LightningModule, loader: Any, limit: int | float | None, keeps: bool) -> str | None:
+def find_visit_refusal(module: LightningModule, loader: Any, limit: int | float | None) -> str | None:
     """Return the reason why a fit cannot use the fast loop, or `None` if there is none."""
-    if keeps:
-        return "optimizer_state='keep' is restored by Lightning's own checkpoint"
     if set(vars(module)) & {"log", "log_dict", "training_step"}:
         return f"a method of {type(module).__name__} is set on the instance"
     return find_loader_refusal(loader, limit) or find_class_refusal(type(module)) or of_hyperparameters(module)
