@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 def optimizers_of(module: LightningModule) -> list[Optimizer]:
     """The optimizers a module configures; empty where it needs a running trainer to tell."""
     try:
-        made = configured(module)
+        configuration = configured(module)
     except (RuntimeError, AttributeError):  # it needs a trainer, or what `setup` and other hooks of a fit make
         return []
     except (ValueError, TypeError) as error:
@@ -69,19 +69,21 @@ def optimizers_of(module: LightningModule) -> list[Optimizer]:
             f"{type(module).__name__}.configure_optimizers fails: {' '.join(str(error).split()).rstrip('.')} "
             f"({type(error).__name__})."
         ) from error
-    if made is None and module.automatic_optimization:  # a module that optimizes manually may move its entries itself
+    if (
+        configuration is None and module.automatic_optimization
+    ):  # a module that optimizes manually may move its entries itself
         raise ConfigurationError(
             f"{type(module).__name__}.configure_optimizers returns nothing, so nothing would train. Return an optimizer."
         )
-    found = optimizers_in(made)
-    for optimizer in found:
+    optimizers = optimizers_in(configuration)
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name, value in group.items():
                 if isinstance(value, float) and not math.isfinite(value):
                     raise ConfigurationError(
                         f"{type(optimizer).__name__} of {type(module).__name__} has {name}={value}; it must be finite."
                     )
-    return found
+    return optimizers
 
 
 def have_memory(module: LightningModule) -> bool | None:
@@ -90,11 +92,11 @@ def have_memory(module: LightningModule) -> bool | None:
     Only then does it matter whether they are kept from visit to visit. `None`: it cannot be told without a trainer.
     """
     try:
-        made = configured(module)
+        configuration = configured(module)
     except Exception:  # it may ask for a trainer in any way; the run itself has worked
         return None
-    optimizers = optimizers_in(made)
-    if schedulers_in(made):
+    optimizers = optimizers_in(configuration)
+    if schedulers_in(configuration):
         return True
     return any(
         type(optimizer) is not SGD or any(group.get("momentum") for group in optimizer.param_groups)
@@ -405,8 +407,8 @@ class LossTermMixin(Mixin):
 
     def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the step's output with its loss replaced. A skipped batch (`None`) stays skipped."""
-        terms: _Terms = vars(self)["loss_terms"]
-        client, callbacks = terms.client, terms.callbacks
+        loss_terms: _Terms = vars(self)["loss_terms"]
+        client, callbacks = loss_terms.client, loss_terms.callbacks
         module = cast(LightningModule, self)
         batch = args[0] if args else kwargs["batch"]
         taps = {callback.key: callback.feature_taps(module) for callback in callbacks}
@@ -489,8 +491,8 @@ def _fit(
     validates, name = val_loader is not None, type(client.module).__name__
     own_loss = nullcontext() if phase.is_task else phase_loss(client, phase)
     acting_terms = select_active_callbacks(callbacks.loss_terms(), phase)
-    terms = loss_terms(client, acting_terms) if acting_terms else nullcontext()
-    with own_loss, terms, nan_where_undefined(client.module):
+    with_terms = loss_terms(client, acting_terms) if acting_terms else nullcontext()
+    with own_loss, with_terms, nan_where_undefined(client.module):
         try:
             trainer = fitter.fit(job)
         except (Exception, Restart) as error:
@@ -565,9 +567,9 @@ def _in_own_folder(callback: Callback, client: str, folder: str | None) -> bool:
     """Give a checkpoint callback the client's own folder; return False if the run writes nothing, so that it is left out."""
     if not isinstance(callback, Checkpoint):
         return True
-    given = getattr(callback, "dirpath", None)
-    if given is not None:
-        callback.dirpath = os.path.join(given, file_name_of(client))  # type: ignore[attr-defined]
+    folder_of_user = getattr(callback, "dirpath", None)
+    if folder_of_user is not None:
+        callback.dirpath = os.path.join(folder_of_user, file_name_of(client))  # type: ignore[attr-defined]
     elif folder is not None and hasattr(callback, "dirpath"):
         callback.dirpath = os.path.join(folder, "checkpoints")
-    return given is not None or folder is not None
+    return folder_of_user is not None or folder is not None

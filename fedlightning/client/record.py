@@ -115,8 +115,8 @@ def fold(tree: Any, base: State) -> Any:
 
 
 def _is_of(base: State, key: Any, value: Any) -> bool:
-    own = base.get(key) if isinstance(value, Tensor) else None
-    return own is not None and value.numel() > 0 and is_same(value, own)
+    entry = base.get(key) if isinstance(value, Tensor) else None
+    return entry is not None and value.numel() > 0 and is_same(value, entry)
 
 
 def unfold(tree: Any, base: State) -> Any:

@@ -207,10 +207,10 @@ class VisitCallback(Callback):
             moved |= bool(moves.names)
             if type(optimizer) is not SGD:
                 self._not_sgd.update(moves.names)
-        told = id(optimizer) in self._announced
+        is_announced = id(optimizer) in self._announced
         self._announced.discard(id(optimizer))
-        self._past_lightning |= moved and not told
-        self.attempts += index == 0 and not told
+        self._past_lightning |= moved and not is_announced
+        self.attempts += index == 0 and not is_announced
         self._others += index != 0 and moved
         self.steps += index == 0 and moved  # a training_step that returned None moves nothing
         if moved:
@@ -306,7 +306,11 @@ def refuse_unseen(callbacks: Iterable[FederatedCallback], module: LightningModul
         UnseenStepsError: If one of them corrects gradients or counts steps that nobody sees, or the trainer counts these.
     """
     uncounted = not visit.steps and not visit.lr_sums
-    going = [one.key for one in callbacks if one.claims("correct_gradient") or (uncounted and one.facts.counts_steps)]
+    going = [
+        callback.key
+        for callback in callbacks
+        if callback.claims("correct_gradient") or (uncounted and callback.facts.counts_steps)
+    ]
     going += ["local_steps"] if uncounted and unit == "steps" else []
     if going:
         raise UnseenStepsError(

@@ -450,14 +450,14 @@ class FastFit:
             self.clock["optimizers"] = [configured]
             return
         attributes = vars(module)
-        own = attributes.get("configure_optimizers")
+        method = attributes.get("configure_optimizers")
         attributes["configure_optimizers"] = lambda: configured  # it has been called; Lightning would call it again
         try:
             trainer.strategy.setup_optimizers(trainer)  # type: ignore[arg-type]
         finally:
             del attributes["configure_optimizers"]
-            if own is not None:
-                attributes["configure_optimizers"] = own
+            if method is not None:
+                attributes["configure_optimizers"] = method
         self.clock["optimizers"] = trainer.strategy.optimizers
         self.clock["lr_scheduler_configs"] = trainer.strategy.lr_scheduler_configs
 

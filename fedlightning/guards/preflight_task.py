@@ -27,7 +27,7 @@ from fedlightning.tensors import entry_kinds
 if TYPE_CHECKING:
     from fedlightning.guards.preflight import PreflightQuestions
 
-FACTS = {*(one.name for one in fields(RunTerms)), "num_samples", "drifts"} - {"lightning_callbacks"}
+FACTS = {*(term.name for term in fields(RunTerms)), "num_samples", "drifts"} - {"lightning_callbacks"}
 """Plain values of a :class:`~fedlightning.contract.Setup`; a check that is answered elsewhere is sent these."""
 
 REQUIRED = {"training_loss": AutomaticOptimization("adds a term to the loss that training_step returns")}

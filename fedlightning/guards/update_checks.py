@@ -485,5 +485,7 @@ def _fault_of_extra(
     if extra.whole or extra.counts or extra.gaps or extra.told:
         return None
     kind = "entries" if shaped else "extra"
-    fault = sizes.fault(what, kind, norm, lambda: math.sqrt(max(sum(one.numel() for one in numbers), 1)))
+    fault = sizes.fault(
+        what, kind, norm, lambda: math.sqrt(max(sum(values_of_extra.numel() for values_of_extra in numbers), 1))
+    )
     return None if fault is None else f"{what} has {fault}"

@@ -360,8 +360,8 @@ def collect_update(collector: UpdateCollector, job: Job, update: Update, late: s
     trained = job.work != 0
     collector.count(update, trained)
     if update.error is None and late is not None:
-        said = f"client '{update.client}' came too late: {late}"
-        return collector.close(replace(update, cause=None, evaluations=[], error=said, left_out=True))
+        reason = f"client '{update.client}' came too late: {late}"
+        return collector.close(replace(update, cause=None, evaluations=[], error=reason, left_out=True))
     if update.error is None:
         collector.fold(update, trained=trained)
     light = collector.close(update, extras=not trained)

@@ -230,5 +230,5 @@ def skeleton_key(skeleton: Any) -> Hashable:
     if isinstance(skeleton, list | tuple):
         return kind, tuple(skeleton_key(value) for value in skeleton)
     if is_dataclass(skeleton):
-        return kind, tuple(skeleton_key(getattr(skeleton, one.name)) for one in fields(skeleton))
+        return kind, tuple(skeleton_key(getattr(skeleton, entry.name)) for entry in fields(skeleton))
     raise NotATreeError(kind)

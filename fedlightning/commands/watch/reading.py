@@ -131,7 +131,7 @@ class RunFiles:
         seconds = sum(entry.get("seconds", 0.0) for entry in history)
         recent = [entry.get("seconds", 0.0) for entry in history[-RECENT:]]
         each = sum(recent) / len(recent) if recent else None
-        clients = sorted(self.scores.clients.values(), key=lambda one: natural(one["client"]))
+        clients = sorted(self.scores.clients.values(), key=lambda client: natural(client["client"]))
         counts: dict[str, int] = {}
         for failure in failures:
             counts[str(failure.get("client"))] = counts.get(str(failure.get("client")), 0) + 1

@@ -157,7 +157,7 @@ def _sizes(lines: list[dict[str, Any]]) -> str:
     sizes: dict[str, int] = {}
     for line in lines:
         sizes[line["cluster"]] = sizes.get(line["cluster"], 0) + 1
-    listed = [f"{number(count, 0)} in {name}" for name, count in sorted(sizes.items(), key=lambda one: -one[1])]
+    listed = [f"{number(count, 0)} in {name}" for name, count in sorted(sizes.items(), key=lambda pair: -pair[1])]
     return ", ".join(listed[:12]) + (f", and {len(listed) - 12} more clusters" if len(listed) > 12 else "")
 
 
