@@ -80,7 +80,7 @@ class FedDF(EnsembleFusion):
 
     def ensemble(self, server: Server) -> list[Member]:
         """Return the models that came back, without the worst if asked."""
-        members = [(own["model"], own["state"]) for own in server.state[self.key]["members"].values()]
+        members = [(member["model"], member["state"]) for member in server.state[self.key]["members"].values()]
         return [member for member in members if not self.drop_worst or self._beats_guessing(server, member)]
 
     def _beats_guessing(self, server: Server, member: Member) -> bool:

@@ -201,6 +201,6 @@ def distillation_loss(loss: Tensor, logits: Tensor, teacher: Tensor, alpha: floa
             "distillation=False."
         )
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    soft, found = (F.log_softmax(z.to(dtype) / temperature, 1) for z in (teacher.detach(), logits))
-    kl = F.kl_div(found, soft, log_target=True, reduction="batchmean")
+    soft, log_student = (F.log_softmax(z.to(dtype) / temperature, 1) for z in (teacher.detach(), logits))
+    kl = F.kl_div(log_student, soft, log_target=True, reduction="batchmean")
     return (1.0 - alpha) * loss + alpha * temperature**2 * kl

@@ -166,9 +166,9 @@ class pFedBayes(KeepsModel):
         named = dict(pl_module.named_parameters())
         visit.noise = client.rng("posterior")
         for rho, mu in pairs(pl_module):
-            own = (named[mu], named[rho])
+            own_parameters = (named[mu], named[rho])
             common = tuple(visit.start[name].to(named[name], copy=True) for name in (mu, rho))
-            visit.weights.append(_Weight((mu, rho), own, common))
+            visit.weights.append(_Weight((mu, rho), own_parameters, common))
         visit.optimizer = torch.optim.Adam([part for weight in visit.weights for part in weight.common], self.global_lr)
         visit.handles = [optimizer.register_step_post_hook(visit.count) for optimizer in trainer.optimizers]
 

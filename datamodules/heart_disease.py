@@ -148,8 +148,8 @@ class HeartDiseaseDataModule(NaturalSites):
             raise ValueError(f"There is no column {column!r}; the columns are {', '.join(COLUMNS)}.")
         tables = [read_hospital(self.path_of(file))[0] for file in self.files]
         before = sum(map(len, tables[: self.hospitals.index(client)]))
-        own = tables[self.hospitals.index(client)][self.indices(client, split) - before]
-        return [f"{value:g}" for value in own[:, COLUMNS.index(column)]]
+        rows = tables[self.hospitals.index(client)][self.indices(client, split) - before]
+        return [f"{value:g}" for value in rows[:, COLUMNS.index(column)]]
 
 
 def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

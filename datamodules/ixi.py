@@ -148,10 +148,10 @@ def _named(folder: Path) -> tuple[int, str]:
 
 
 def _only(folder: Path) -> Path:
-    found = sorted(folder.glob("*.nii.gz"))
-    if len(found) != 1:
-        raise FileNotFoundError(f"{folder} has {len(found)} files *.nii.gz; it must have one.")
-    return found[0]
+    paths = sorted(folder.glob("*.nii.gz"))
+    if len(paths) != 1:
+        raise FileNotFoundError(f"{folder} has {len(paths)} files *.nii.gz; it must have one.")
+    return paths[0]
 
 
 def _volume(path: Path) -> Tensor:

@@ -153,8 +153,8 @@ def delimiter_of(path: Path, form: Form = Form()) -> str:
     counts = {}
     for delimiter in ",;\t|":
         with suppress(csv.Error):
-            found = {len(row) for row in csv.reader(lines, delimiter=delimiter, skipinitialspace=True) if row}
-            counts[delimiter] = found.pop() if len(found) == 1 else 1
+            widths = {len(row) for row in csv.reader(lines, delimiter=delimiter, skipinitialspace=True) if row}
+            counts[delimiter] = widths.pop() if len(widths) == 1 else 1
     best = max(counts, key=lambda delimiter: counts[delimiter], default=",")
     return best if counts.get(best, 1) > 1 else ","
 
@@ -238,8 +238,8 @@ def _numbers(path: Path, name: str, cells: Sequence[str]) -> np.ndarray | None:
             values[row] = number_in(cell) if cell else math.nan
         except ValueError:
             words.append(row)
-    known = sum(map(bool, cells))
-    if words and 2 * len(words) < known:
+    num_filled = sum(map(bool, cells))
+    if words and 2 * len(words) < num_filled:
         raise ValueError(
             f"{path}: column {name!r} holds numbers, but {cells[words[0]]!r} in sample {words[0] + 1}; correct it, leave the "
             "cell empty if the value is missing, or drop the column."
@@ -410,11 +410,11 @@ def refuse_extremes(place: str, values: np.ndarray, clients: Sequence[np.ndarray
         ValueError: With the value and its sample.
     """
     for rows in clients:
-        known = rows[~np.isnan(values[rows])]
-        if (found := extreme_of(values[known])) is not None:
+        filled_rows = rows[~np.isnan(values[rows])]
+        if (extreme := extreme_of(values[filled_rows])) is not None:
             raise ValueError(
-                f"{place} holds {values[known[found]]:g} in sample {known[found] + 1}, beside which all others are one "
-                "number in single precision. Correct it, or leave the cell empty if it is missing."
+                f"{place} holds {values[filled_rows[extreme]]:g} in sample {filled_rows[extreme] + 1}, beside which all "
+                "others are one number in single precision. Correct it, or leave the cell empty if it is missing."
             )
 
 
@@ -454,13 +454,13 @@ def complete(columns: Sequence[Column]) -> np.ndarray:
         >>> complete([Column("age", ["61", ""], None), Column("sex", ["m", "f"], None)])
         array([ True, False])
     """
-    return np.array([all(cells) for cells in zip(*(one.cells for one in columns), strict=True)])
+    return np.array([all(cells) for cells in zip(*(column.cells for column in columns), strict=True)])
 
 
 def repeats(column: Column) -> bool:
     """Return whether a column has more different words than a category has, and some of them on several rows."""
-    known = [cell for cell in column.cells if cell]
-    return column.numbers is None and MOST_LEVELS < len(set(known)) < len(known)
+    filled = [cell for cell in column.cells if cell]
+    return column.numbers is None and MOST_LEVELS < len(set(filled)) < len(filled)
 
 
 def levels_of(column: Column) -> list[str]:
@@ -496,8 +496,8 @@ def classes_named(path: Path, column: Column, kept: np.ndarray, names: Sequence[
             with suppress(ValueError):
                 place[number_in(name)] = number
     values: list[Any] = column.cells if column.numbers is None else column.numbers.tolist()
-    found = [(value, place.get(value)) for value, there in zip(values, kept, strict=True) if there]
-    wrong = next((value for value, number in found if number is None), None)
+    numbered = [(value, place.get(value)) for value, there in zip(values, kept, strict=True) if there]
+    wrong = next((value for value, number in numbered if number is None), None)
     if wrong is not None:
         raise ValueError(f"{path}: {column.name!r} has the value {wrong!r}, which is not among classes {list(names)}.")
-    return np.array([number for _, number in found], dtype=np.int64)
+    return np.array([number for _, number in numbered], dtype=np.int64)

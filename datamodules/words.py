@@ -42,11 +42,11 @@ class WordNumbers:
     def __call__(self, text: str) -> list[int]:
         words = _WORDS.findall(text)[: self.max_words]
         if self.vocabulary is None:
-            found = [1 + zlib.crc32(word.lower().encode()) % self.buckets for word in words]
+            numbers = [1 + zlib.crc32(word.lower().encode()) % self.buckets for word in words]
         else:
-            known = self._numbers()
-            found = [known.get(word, len(known) + 1) for word in words]
-        return found + [0] * (self.max_words - len(found))
+            number_by_word = self._numbers()
+            numbers = [number_by_word.get(word, len(number_by_word) + 1) for word in words]
+        return numbers + [0] * (self.max_words - len(numbers))
 
     def _numbers(self) -> dict[str, int]:
         if self._known is None:

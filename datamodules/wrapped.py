@@ -60,9 +60,9 @@ class WrappedDataModule(FederatedDataModule):
     def at_round(self, round: int) -> FederatedDataModule:
         if not self.drifts:
             return self
-        made = copy.copy(self)
-        made.whole = self.whole.at_round(round)
-        return made
+        drifted = copy.copy(self)
+        drifted.whole = self.whole.at_round(round)
+        return drifted
 
     def sizes_by_round(self, client: str) -> list[int]:
         return self.whole.sizes_by_round(client)

@@ -155,17 +155,19 @@ def _draws(
     parameters = {name: parameter for block in blocks for name, parameter in block.items()}
     gradients: dict[str, Tensor | None] = dict.fromkeys(parameters)
     if parameters:
-        found = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, allow_unused=True)
-        gradients = dict(zip(parameters, found, strict=True))
+        derivatives = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, allow_unused=True)
+        gradients = dict(zip(parameters, derivatives, strict=True))
     draws = widen(loss.new_zeros(num_probes, len(layers)))
     for column, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         curved = {n: g for n in block if (g := gradients[n]) is not None and g.requires_grad}  # others are constant
         for row in range(num_probes if curved else 0):
             z = _signs({name: block[name] for name in curved}, *seed, "signs", layer.name, row)
             products = _second_derivative(list(curved.values()), [block[name] for name in curved], list(z.values()))
-            terms = [(widen(p) * widen(s)).sum() for p, s in zip(products, z.values(), strict=True) if p is not None]
-            if terms:
-                draws[row, column] = torch.stack(terms).sum()
+            quadratic_forms = [
+                (widen(p) * widen(s)).sum() for p, s in zip(products, z.values(), strict=True) if p is not None
+            ]
+            if quadratic_forms:
+                draws[row, column] = torch.stack(quadratic_forms).sum()
     return draws
 
 

@@ -61,8 +61,8 @@ def _slope(loss: Tensor, logits: Tensor) -> Tensor:
     """Return the gradient of a loss by the logits; zeros if it does not depend on them."""
     if not (loss.requires_grad and logits.requires_grad):
         return torch.zeros_like(logits)
-    (found,) = torch.autograd.grad(loss, logits, allow_unused=True, retain_graph=True)
-    return torch.zeros_like(logits) if found is None else found.detach()
+    (slope,) = torch.autograd.grad(loss, logits, allow_unused=True, retain_graph=True)
+    return torch.zeros_like(logits) if slope is None else slope.detach()
 
 
 IGNORED = -100
@@ -85,17 +85,17 @@ def samples_by_class(client: Client, classes: int, owner: str) -> Tensor:
     Raises:
         ValueError: If the data have more classes than there are logits.
     """
-    told = None if POOLED in (client.id, client.message.data) else client.class_counts
-    if told is None:
+    counts = None if POOLED in (client.id, client.message.data) else client.class_counts
+    if counts is None:
         labels = client.outputs(client.one_pass(), lambda _, batch: labels_of(batch, owner))
         labels = known_labels(labels.long(), classes)
-        told = torch.bincount(labels[labels != IGNORED], minlength=classes).tolist()
-    if any(told[classes:]):
+        counts = torch.bincount(labels[labels != IGNORED], minlength=classes).tolist()
+    if any(counts[classes:]):
         raise ValueError(
-            f"{owner} needs a logit for each class, and the data of client '{client.id}' have {len(told)} classes, its "
+            f"{owner} needs a logit for each class, and the data of client '{client.id}' have {len(counts)} classes, its "
             f"model {classes} logits"
         )
-    return torch.tensor([*told, *[0] * classes][:classes])
+    return torch.tensor([*counts, *[0] * classes][:classes])
 
 
 def with_other_cross_entropy(loss: Tensor, logits: Tensor, labels: Tensor, other: Tensor) -> Tensor:
@@ -148,8 +148,8 @@ def _with_gradient(setup: Setup, batch: object, taps: Taps) -> tuple[Tensor, Ten
     with torch.enable_grad(), isolated("loss"), muted(module), frozen_buffers(module), tap:
         loss = probes.training_loss(module, probes.move_batch(module, batch))
         logits = tap.features
-        found = torch.autograd.grad(loss, logits, allow_unused=True)[0] if logits.requires_grad else None
-    return rows(logits.detach()), rows(torch.zeros_like(logits) if found is None else found)
+        loss_gradient = torch.autograd.grad(loss, logits, allow_unused=True)[0] if logits.requires_grad else None
+    return rows(logits.detach()), rows(torch.zeros_like(logits) if loss_gradient is None else loss_gradient)
 
 
 def kind_of_loss(logits: Tensor, gradient: Tensor, labels: Tensor) -> Literal["plain", "weighted", "smoothed", "other"]:
@@ -168,12 +168,12 @@ def kind_of_loss(logits: Tensor, gradient: Tensor, labels: Tensor) -> Literal["p
     there = labels != IGNORED
     logits, gradient, labels = logits[there], gradient[there] * int(there.sum()), labels[there]
     chances = logits.softmax(1)
-    own = F.one_hot(labels, logits.shape[1]).to(chances)
-    plain = chances - own
+    one_hot = F.one_hot(labels, logits.shape[1]).to(chances)
+    plain = chances - one_hot
     near = 1e-2 if len(labels) else 0.0
     if torch.allclose(gradient, plain, rtol=0.0, atol=near):
         return "plain"
-    others = (chances - gradient)[own == 0]  # the label's share in other classes
+    others = (chances - gradient)[one_hot == 0]  # the label's share in other classes
     if float(others.min()) > 0.0 and float(others.max() - others.min()) < 1e-3:
         return "smoothed"
     factors = (gradient * plain).sum(1) / plain.square().sum(1).clamp_min(1e-12)

@@ -20,7 +20,7 @@ from fedlightning.wrappers import Mixin, muted
 Parts = dict[str, list[str]]
 
 
-def parts_of(module: nn.Module, given: Parts | None, kind: str) -> dict[str, list[str]]:
+def parts_of(module: nn.Module, declared: Parts | None, kind: str) -> dict[str, list[str]]:
     """Return by modality the names of the state entries of its part, such as its encoder.
 
     Example:
@@ -29,8 +29,8 @@ def parts_of(module: nn.Module, given: Parts | None, kind: str) -> dict[str, lis
         ['encoders.audio.weight', 'encoders.audio.bias']
     """
     names = list(module_state(module))
-    if given is None:
-        found = next(
+    if declared is None:
+        path_and_parts = next(
             (
                 (path, child)
                 for path, child in module.named_modules()
@@ -38,8 +38,12 @@ def parts_of(module: nn.Module, given: Parts | None, kind: str) -> dict[str, lis
             ),
             None,
         )
-        given = {} if found is None else {modality: [f"{found[0]}.{modality}"] for modality in found[1]}
-    parts = {modality: list(expand(part, names)) if part else names for modality, part in given.items()}
+        declared = (
+            {}
+            if path_and_parts is None
+            else {modality: [f"{path_and_parts[0]}.{modality}"] for modality in path_and_parts[1]}
+        )
+    parts = {modality: list(expand(part, names)) if part else names for modality, part in declared.items()}
     owned = [name for part in parts.values() for name in part]
     twice = sorted({name for name in owned if owned.count(name) > 1}) if len(parts) > 1 else []
     if twice:
@@ -47,9 +51,9 @@ def parts_of(module: nn.Module, given: Parts | None, kind: str) -> dict[str, lis
     return parts
 
 
-def encoders_of(setup: Setup, given: Parts | None, owner: str) -> dict[str, list[str]]:
+def encoders_of(setup: Setup, declared: Parts | None, owner: str) -> dict[str, list[str]]:
     """Return the encoders of a module, as :func:`parts_of` does, and refuse modules and batches without them."""
-    parts = parts_of(setup.module, given, "encoders")
+    parts = parts_of(setup.module, declared, "encoders")
     if not parts:
         raise ValueError(
             f"{owner} needs to know the encoder of each modality, and {type(setup.template).__name__} has no ModuleDict "

@@ -95,22 +95,24 @@ class ShakespeareDataModule(LEAFDataModule):
     def read(self) -> SiteSamples:
         if not self.root.is_file():
             return super().read()
-        said = roles_of(self.root)
-        kept = [name for name in sort_clients(said) if len(said[name]) >= max(self.min_chars, LENGTH + 1)]
-        kept = sort_clients(sorted(kept, key=lambda name: -len(said[name]))[: self.largest])
-        if len(kept) < len(said):
+        text_by_role = roles_of(self.root)
+        kept = [
+            name for name in sort_clients(text_by_role) if len(text_by_role[name]) >= max(self.min_chars, LENGTH + 1)
+        ]
+        kept = sort_clients(sorted(kept, key=lambda name: -len(text_by_role[name]))[: self.largest])
+        if len(kept) < len(text_by_role):
             rank_zero_warn(
-                f"{self.root.name}: {len(said) - len(kept)} of {len(said)} roles are left out: they say less than min_chars="
-                f"{self.min_chars} characters, or are not among the largest.",
+                f"{self.root.name}: {len(text_by_role) - len(kept)} of {len(text_by_role)} roles are left out: they say less "
+                f"than min_chars={self.min_chars} characters, or are not among the largest.",
                 category=UserWarning,
             )
         if not kept:
             raise ValueError(f"{self.root}: no role says min_chars={self.min_chars} characters; use a smaller number.")
-        codes = torch.from_numpy(codes_of("".join(said[name] for name in kept), self.root))
+        codes = torch.from_numpy(codes_of("".join(text_by_role[name] for name in kept), self.root))
         rows = {}
         start = 0
         for name in kept:
-            end = start + len(said[name])
+            end = start + len(text_by_role[name])
             tested = end - int(self.test_fraction * (end - start))
             validated = tested - int(self.val_fraction * (tested - start))
             rows[name] = {
@@ -155,7 +157,7 @@ def roles_of(path: Path) -> dict[str, str]:
         ValueError: If the text is no UTF-8, or no line names a role.
     """
     blocks = re.split(r"\n[ \t]*\n", text_of(path).replace("\r\n", "\n"))
-    found: dict[str, list[str]] = {}
+    speeches_by_role: dict[str, list[str]] = {}
     role = None
     for block in blocks:
         first, _, rest = block.strip("\n").partition("\n")
@@ -163,12 +165,12 @@ def roles_of(path: Path) -> dict[str, str]:
         if named is not None:
             role, block = named.group(1), rest
         if role is not None and block:  # a speech may go on after an empty line
-            found.setdefault(role, []).append(block)
-    if not found:
+            speeches_by_role.setdefault(role, []).append(block)
+    if not speeches_by_role:
         raise ValueError(
             f"{path} names no role; a role speaks after an empty line and a line of its name with a colon, such as 'ROMEO:'."
         )
-    return {name: "\n".join(speeches) + "\n" for name, speeches in found.items()}
+    return {name: "\n".join(speeches) + "\n" for name, speeches in speeches_by_role.items()}
 
 
 def codes_of(text: str, path: Path) -> np.ndarray:
@@ -276,10 +278,10 @@ class LEAFFEMNISTDataModule(LEAFDataModule):
     classes = 62
 
     def inputs(self, user: LEAFUser) -> Tensor:
-        found = numbers(user, 28 * 28).reshape(-1, 1, 28, 28)
-        if len(found) and not 0 <= found.min() <= found.max() <= 1:
+        images = numbers(user, 28 * 28).reshape(-1, 1, 28, 28)
+        if len(images) and not 0 <= images.min() <= images.max() <= 1:
             raise ValueError(f"{user.path}: user {user.name!r} has a pixel outside of 0 ... 1, ink and paper.")
-        return found
+        return images
 
 
 class LEAFSyntheticDataModule(LEAFDataModule):

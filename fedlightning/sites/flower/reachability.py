@@ -87,8 +87,8 @@ def check_port(host: str, port: int) -> None:
                 errno.EACCES: f"port={port} is not for everybody to listen on: choose one from 1024.",
                 errno.EADDRNOTAVAIL: f"host={host!r} is no address of this machine; 0.0.0.0 stands for all of them.",
             }
-            found = why.get(error.errno or 0, f"host={host!r}, port={port}: {error.strerror}.")
-            raise ConfigurationError(found) from None
+            sentence = why.get(error.errno or 0, f"host={host!r}, port={port}: {error.strerror}.")
+            raise ConfigurationError(sentence) from None
 
 
 def unreachable(place: str, authority: Path | None) -> str | None:
@@ -113,8 +113,8 @@ def unreachable(place: str, authority: Path | None) -> str | None:
 
 def proxy_for(host: str, scheme: str) -> str | None:
     """Return the address of the proxy by which a host is reached, as httpx finds it: by the environment."""
-    found = urllib.request.getproxies()
-    address = found.get(scheme) or found.get("all")
+    proxies = urllib.request.getproxies()
+    address = proxies.get(scheme) or proxies.get("all")
     if not address or urllib.request.proxy_bypass(host):
         return None
     return address if "://" in address else f"http://{address}"
@@ -145,13 +145,13 @@ def _through(proxy: str, place: str, authority: Path | None) -> str | None:
 def _connected(connection: socket.socket, at: urllib.parse.SplitResult, place: str) -> str | None:
     """Ask a proxy for a connection to a place; return the status of its answer, or `None` if that is no HTTP."""
     user = ":".join(map(urllib.parse.unquote, (at.username or "", at.password or "")))
-    told = f"Proxy-Authorization: Basic {base64.b64encode(user.encode()).decode()}\r\n" if at.username else ""
-    connection.sendall(f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n{told}\r\n".encode())
+    authorization = f"Proxy-Authorization: Basic {base64.b64encode(user.encode()).decode()}\r\n" if at.username else ""
+    connection.sendall(f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n{authorization}\r\n".encode())
     answer = b""
     while not answer.endswith(b"\r\n\r\n") and len(answer) < HEADERS and (more := connection.recv(1)):
         answer += more  # not a byte of what follows
-    said = re.match(rb"HTTP/1\.[01] (\d{3}[^\r\n]*)", answer)
-    return None if said is None else printable(said[1].decode(errors="replace"), NAME)
+    status_line = re.match(rb"HTTP/1\.[01] (\d{3}[^\r\n]*)", answer)
+    return None if status_line is None else printable(status_line[1].decode(errors="replace"), NAME)
 
 
 def _tls(connection: socket.socket, place: str, host: str, authority: Path) -> str | None:
@@ -177,9 +177,9 @@ def _of_clock(server: ssl.SSLSocket, place: str) -> str | None:
     with suppress(OSError):
         server.sendall(f"GET / HTTP/1.1\r\nHost: {place}\r\nConnection: close\r\n\r\n".encode())
         answer = server.recv(HEADERS)
-    told = re.search(rb"\r\ndate: ([^\r\n]+)", answer, re.IGNORECASE)
+    date_header = re.search(rb"\r\ndate: ([^\r\n]+)", answer, re.IGNORECASE)
     try:
-        then = None if told is None else parsedate_to_datetime(told[1].decode()).timestamp()
+        then = None if date_header is None else parsedate_to_datetime(date_header[1].decode()).timestamp()
     except ValueError:
         return None
     ahead = 0.0 if then is None else time.time() - then
@@ -209,9 +209,9 @@ def _of_certificate(error: ssl.SSLCertVerificationError, place: str, host: str, 
     )
 
 
-def check_certificate(own: Path, host: str) -> None:
+def check_certificate(key_folder: Path, host: str) -> None:
     """Refuse a certificate with which a server could not be reached, not even by itself. Nothing is connected for that."""
-    authority, pem, key = (own / name for name in (CA, SERVER, KEY))
+    authority, pem, key = (key_folder / name for name in (CA, SERVER, KEY))
     at_server, at_site = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         at_site.load_verify_locations(authority)
