@@ -163,22 +163,20 @@ class CFL(Clusters):
     def _place(self, server: Server, clients: Sequence[str]) -> Placing:
         """Let clients that are onboarded go down the tree of splits, a visit for each."""
         server_state = server.state.get(self.key, {})
-        splits, cluster_by_client = server_state.get("splits", {}), dict.fromkeys(clients, GLOBAL)
-        while any(cluster in splits for cluster in cluster_by_client.values()):
+        splits, clusters = server_state.get("splits", {}), dict.fromkeys(clients, GLOBAL)
+        while any(cluster in splits for cluster in clusters.values()):
             server.models.update({f"before {cluster}": split["model"] for cluster, split in splits.items()})
-            at = {client: cluster for client, cluster in cluster_by_client.items() if cluster in splits}
+            at = {client: cluster for client, cluster in clusters.items() if cluster in splits}
             updates = yield [Job(client, model=f"before {cluster}", keep=True) for client, cluster in at.items()]
-            cluster_by_client = {
-                client: cluster for client, cluster in cluster_by_client.items() if client not in at
+            clusters = {
+                client: cluster for client, cluster in clusters.items() if client not in at
             }  # who failed goes no further
             for update in updates:
                 split = splits[at[update.client]]
-                cluster_by_client[update.client] = self.side(
-                    self.delta(server, split["model"], update), split["updates"]
-                )
+                clusters[update.client] = self.side(self.delta(server, split["model"], update), split["updates"])
         if splits:  # else all are served by the model of all
-            server.state[self.key] = {**server_state, "clusters": {**server_state["clusters"], **cluster_by_client}}
-        return cluster_by_client
+            server.state[self.key] = {**server_state, "clusters": {**server_state["clusters"], **clusters}}
+        return clusters
 
     def side(self, delta: State, sides: Mapping[str, Mapping[str, State]]) -> str:
         """Return the part of a split that has the update of largest cosine with a newcomer's, the first of several.

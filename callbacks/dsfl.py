@@ -146,14 +146,12 @@ class DSFL(SharesPublicRows, ServerModels):
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send ids to predict, and what the client has not distilled yet."""
-        server_state = server.state.get(self.key, {})
+        state = server.state.get(self.key, {})
         payload = {}
         if job.tag == PREDICT:
-            payload["predict"] = server_state["predict"]
-        if job.tag == DISTIL or (
-            job.tag == PREDICT and "ids" in server_state and job.client not in server_state["done"]
-        ):
-            payload |= {"ids": server_state["ids"], "targets": server_state["targets"]}
+            payload["predict"] = state["predict"]
+        if job.tag == DISTIL or (job.tag == PREDICT and "ids" in state and job.client not in state["done"]):
+            payload |= {"ids": state["ids"], "targets": state["targets"]}
         if payload:
             message.extras[self.key] = payload
 

@@ -167,13 +167,9 @@ class FCCL(SharesPublicRows):
 
     def teachers(self, client: Client) -> list[tuple[float, LightningModule]]:
         """Return weights and frozen copies of the client's old models."""
-        client_state = client.state.get(self.key, {})
+        kept = client.state.get(self.key, {})
         weights = {"previous": self.inter, "pretrained": self.intra}
-        return [
-            (weight, client.frozen_copy(client_state[name]))
-            for name, weight in weights.items()
-            if weight and name in client_state
-        ]
+        return [(weight, client.frozen_copy(kept[name])) for name, weight in weights.items() if weight and name in kept]
 
     def collaborate_loss(self, client: Client, module: LightningModule, paired: Any, batch_idx: int) -> Tensor:
         """Return the loss of the collaborative phase."""

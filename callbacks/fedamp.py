@@ -221,10 +221,8 @@ class FedAMP(KeepsClientModels):
             sigma, step = seen["sigma"], seen["step"] * self.alpha_decay**server.round
         else:
             sigma, step = self.sigma, self.step_size(server) / self.sigma
-        own_model = models[client]
-        row = {
-            j: step * math.exp(-self.unlikeness(server, w, own_model) / sigma) for j, w in models.items() if j != client
-        }
+        model = models[client]
+        row = {j: step * math.exp(-self.unlikeness(server, w, model) / sigma) for j, w in models.items() if j != client}
         return {j: 1.0 - sum(row.values()) if j == client else row[j] for j in models}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:

@@ -184,14 +184,11 @@ class FedDyn(ServerModels):
 
     def _join(self, server: Server, clients: Sequence[str]) -> None:
         """Set ``h <- h N_old / N``: it stays the mean of all ``g_k``, and those of new clients are 0."""
-        server_state = server.state.get(self.key)
-        if not server_state:
+        state = server.state.get(self.key)
+        if not state:
             return
         share = 1.0 - len(clients) / len(server.num_samples)
-        server.state[self.key] = {
-            **server_state,
-            "h": {name: share * value for name, value in server_state["h"].items()},
-        }
+        server.state[self.key] = {**state, "h": {name: share * value for name, value in state["h"].items()}}
 
 
 def _shifted(state: State, h: State, factor: float) -> State:

@@ -230,10 +230,8 @@ def lessons(logits: Tensor) -> Tensor:
     weights = confidence(logits).double()
     labels = (weights[:, :, None] * logits.double()).sum(0).argmax(1)
     others = (logits.argmax(2) != labels).double()  # (models, n)
-    differing_weights = weights * others
-    differing_weights = torch.where(
-        differing_weights.sum(0) > 0, differing_weights, others
-    )  # those that differ may all have variance 0
-    total = differing_weights.sum(0).clamp_min(1e-300)[:, None]
-    z = (differing_weights[:, :, None] * logits.double()).sum(0) / total
+    weighted = weights * others
+    weighted = torch.where(weighted.sum(0) > 0, weighted, others)  # those that differ may all have variance 0
+    total = weighted.sum(0).clamp_min(1e-300)[:, None]
+    z = (weighted[:, :, None] * logits.double()).sum(0) / total
     return torch.cat([labels[:, None].double(), others.any(0).double()[:, None], z], 1).to(logits.dtype)

@@ -111,19 +111,15 @@ class FedExP(ServerModels):
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
         """Return ``w - eta_g Dbar`` on trainable parameters; every other entry is the clients' mean."""
-        server_state = server.state.get(self.key, {})
-        if "sums" not in server_state:  # nobody took part
+        state = server.state.get(self.key, {})
+        if "sums" not in state:  # nobody took part
             return reduced
-        total, weights, clients = server_state["sums"]
+        total, weights, clients = state["sums"]
         names = [name for name in server.trainable if name in reduced]
         mean = {name: widen(old[name]) - widen(reduced[name]) for name in names}
         square_of_mean = sum(float(delta.square().sum()) for delta in mean.values())
         eta = self.extrapolation(total / weights, square_of_mean, clients, server.round)
-        kept = (
-            {"previous": {name: old[name] for name in names}}
-            if self.average_last == 2 and "eta" in server_state
-            else {}
-        )
+        kept = {"previous": {name: old[name] for name in names}} if self.average_last == 2 and "eta" in state else {}
         server.state[self.key] = {"eta": eta, **kept}
         if eta == 1.0:
             return reduced

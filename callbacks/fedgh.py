@@ -179,9 +179,7 @@ class FedGH(FederatedCallback):
         theirs, ours = ({n: v.shape for n, v in module_state(m).items()} for m in (first, setup.module))
         for name in sorted({*self._header_names(first), *self._header_names(setup.module)}):
             if theirs.get(name) != ours.get(name):
-                shapes = [
-                    tuple(model_shapes[name]) if name in model_shapes else "missing" for model_shapes in (theirs, ours)
-                ]
+                shapes = [tuple(model[name]) if name in model else "missing" for model in (theirs, ours)]
                 raise ValueError(
                     f"FedGH sends one header to all clients, but '{name}' is {shapes[0]} in '{first_name}' and {shapes[1]} "
                     f"in '{mine}'. Give all models the same header."

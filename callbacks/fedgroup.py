@@ -165,33 +165,27 @@ class FedGroup(Clusters):
         moved = {client: self._moved(server, state) for client, state in answers.items()}
         points = directions(torch.stack([to_row(delta) for delta in moved.values()]), self.num_clusters, self.unit)
         groups = first_groups(points, self.num_clusters, address(server.blueprint.settings.seed, self.key))
-        cluster_by_client: dict[str, str] = {}
+        clusters: dict[str, str] = {}
         paths: dict[str, State] = {}
         for cluster, places in zip(self.clusters, groups, strict=True):
             members = [list(answers)[place] for place in places]
             server.models[cluster] = {**server.model, **_mean([answers[client] for client in members])}
             paths[cluster] = _mean([moved[client] for client in members])
-            cluster_by_client = (
-                dict.fromkeys(members, cluster) | cluster_by_client
-            )  # equal groups, where clients are too few: the first
-        server.state[self.key] = {"clusters": in_client_order(server, cluster_by_client), "directions": paths}
+            clusters = dict.fromkeys(members, cluster) | clusters  # equal groups, where clients are too few: the first
+        server.state[self.key] = {"clusters": in_client_order(server, clusters), "directions": paths}
 
     def _join(self, server: Server, new: Sequence[str]) -> Placing:
         """Place newcomers by the cosines of their first updates with the groups' directions; return their groups."""
-        server_state = server.state[self.key]
-        cluster_by_client: dict[str, str] = {}
+        kept = server.state[self.key]
+        clusters: dict[str, str] = {}
         for client, state in (yield from self._pretrained(server, new)).items():
             moved = to_row(self._moved(server, state))
             cosines = [
-                float(torch.cosine_similarity(moved, to_row(path), dim=0))
-                for path in server_state["directions"].values()
+                float(torch.cosine_similarity(moved, to_row(path), dim=0)) for path in kept["directions"].values()
             ]
-            cluster_by_client[client] = self.clusters[cosines.index(max(cosines))]
-        server.state[self.key] = {
-            **server_state,
-            "clusters": in_client_order(server, server_state["clusters"] | cluster_by_client),
-        }
-        return cluster_by_client
+            clusters[client] = self.clusters[cosines.index(max(cosines))]
+        server.state[self.key] = {**kept, "clusters": in_client_order(server, kept["clusters"] | clusters)}
+        return clusters
 
     def _place(self, server: Server, clients: Sequence[str]) -> Placing:
         """Let clients that are onboarded pre-train, and place them as newcomers."""

@@ -266,26 +266,24 @@ class AdaptiveLoss:
     hidden: bool
     detach: bool
 
-    def __call__(self, own_side: Side, shared: Side, project: nn.Module | None) -> Tensor:
+    def __call__(self, local: Side, shared: Side, project: nn.Module | None) -> Tensor:
         """Return `CE_t + CE_s + (KL(p_s || p_t) + KL(p_t || p_s) + 2 H) / (CE_t + CE_s)`."""
-        task = own_side.loss + shared.loss
+        task = local.loss + shared.loss
         if self.strength == 0.0:
             return task
-        divergences = divergence(shared.logits, own_side.logits, self.detach) + divergence(
-            own_side.logits, shared.logits, self.detach
+        total = divergence(shared.logits, local.logits, self.detach) + divergence(
+            local.logits, shared.logits, self.detach
         )
         if self.hidden and project is not None:
-            mapped = project(shared.features).to(own_side.features)
+            mapped = project(shared.features).to(local.features)
             if self.detach:
-                divergences = (
-                    divergences
-                    + F.mse_loss(own_side.features, mapped.detach())
-                    + F.mse_loss(mapped, own_side.features.detach())
+                total = (
+                    total + F.mse_loss(local.features, mapped.detach()) + F.mse_loss(mapped, local.features.detach())
                 )
             else:
-                divergences = divergences + 2.0 * F.mse_loss(own_side.features, mapped)
+                total = total + 2.0 * F.mse_loss(local.features, mapped)
         scale = (task.detach() if self.detach else task).clamp_min(1e-6)
-        return task + self.strength * divergences / scale
+        return task + self.strength * total / scale
 
 
 def is_matrix(value: Tensor) -> bool:

@@ -144,14 +144,12 @@ class DeepMutualLoss:
 
     mutual: float
 
-    def __call__(self, own_side: Side, shared: Side, project: nn.Module | None) -> Tensor:
+    def __call__(self, local: Side, shared: Side, project: nn.Module | None) -> Tensor:
         """Return `CE + mutual KL(q || p)` of the private model and the same of the shared one."""
-        task = own_side.loss + shared.loss
+        task = local.loss + shared.loss
         if self.mutual == 0.0:
             return task
-        return task + self.mutual * (
-            divergence(shared.logits, own_side.logits) + divergence(own_side.logits, shared.logits)
-        )
+        return task + self.mutual * (divergence(shared.logits, local.logits) + divergence(local.logits, shared.logits))
 
 
 def ensemble_of(logits: Tensor, how: Ensemble) -> Tensor:

@@ -165,10 +165,8 @@ class FedLAMA(ServerModels):
     def _trainable(self, server: Server, state: State) -> dict[str, list[str]]:
         """The trainable parameters in `state` by layer, tied ones once."""
         counted = set(parameter_names(server, state))
-        names_by_layer = {
-            layer: [n for n in names if n in counted] for layer, names in partition(server.module).items()
-        }
-        return {layer: names for layer, names in names_by_layer.items() if names}
+        layers = {layer: [n for n in names if n in counted] for layer, names in partition(server.module).items()}
+        return {layer: names for layer, names in layers.items() if names}
 
 
 def less_critical(d: Sequence[float], sizes: Sequence[int], cut: str) -> list[int]:

@@ -125,11 +125,11 @@ class FedSoft(Clusters):
         due = server.round % self.interval == 0
         asked = [client for client in available if due or client not in server_state["shares"]]
         if asked:
-            share_by_client = dict(server_state["shares"])
+            client_shares = dict(server_state["shares"])
             for update in (yield [Job(client, work=0, returns=(), tag=ESTIMATE) for client in asked]):
                 if update.error is None:
-                    share_by_client[update.client] = update.extras[self.key]["shares"]
-            server.state[self.key] = {**server_state, "shares": in_client_order(server, share_by_client)}
+                    client_shares[update.client] = update.extras[self.key]["shares"]
+            server.state[self.key] = {**server_state, "shares": in_client_order(server, client_shares)}
         drawn = self.draw(server, available)
         chosen = [client for client in available if any(client in members for members in drawn.values())]
         answers = {}
@@ -153,12 +153,10 @@ class FedSoft(Clusters):
             server: The server, which knows the shares.
             available: Clients that may be drawn.
         """
-        share_by_client = server.state[self.key]["shares"]
+        client_shares = server.state[self.key]["shares"]
         drawn: dict[str, dict[str, float]] = {}
         for s, centre in enumerate(self.centres):
-            weights = {
-                c: float(share_by_client[c][s]) * server.num_samples[c] for c in available if c in share_by_client
-            }
+            weights = {c: float(client_shares[c][s]) * server.num_samples[c] for c in available if c in client_shares}
             weights = {client: weight for client, weight in weights.items() if weight > 0}
             if self.selected is not None and weights:
                 chances = torch.tensor(list(weights.values()), dtype=torch.float64)
@@ -193,8 +191,8 @@ class FedSoft(Clusters):
 
     def memberships(self, server: Server) -> dict[str, dict[str, float]]:
         """Return every known client's shares."""
-        share_by_client = server.state[self.key]["shares"]
-        return {client: dict(zip(self.centres, u.tolist(), strict=True)) for client, u in share_by_client.items()}
+        client_shares = server.state[self.key]["shares"]
+        return {client: dict(zip(self.centres, u.tolist(), strict=True)) for client, u in client_shares.items()}
 
     # -- client --------------------------------------------------------------------------------------------------------
     def on_receive(self, client: Client, message: Message) -> None:

@@ -245,7 +245,7 @@ class FedType(SharedPeer):
             held_out: Numbers of the samples that calibrate.
             ids: Numbers of those that train.
         """
-        private_logits, shared, labels = (
+        private, shared, labels = (
             self._logits(client, held_out) if len(held_out) else (torch.zeros(0, 2),) * 2 + (_NONE,)
         )
         trained, _, truth = self._logits(client, ids)
@@ -254,7 +254,7 @@ class FedType(SharedPeer):
         client.state[self.key] = {"accuracy": accuracy}
         lambda_reg = self.lambda_reg + (1.0 - self.lambda_reg) * fallen
         return (
-            calibrate(private_logits, labels, self.alpha, self.private_lambda_reg, self.k_reg),
+            calibrate(private, labels, self.alpha, self.private_lambda_reg, self.k_reg),
             calibrate(shared, labels, self.alpha, lambda_reg, self.k_reg),
         )
 
@@ -283,21 +283,21 @@ class PrivateLoss:
 
     Attributes:
         imitation: Factor on `c BIL`.
-        own: Prediction sets of the private model. `None`, as `shared`, only without a factor.
+        own_sets: Prediction sets of the private model. `None`, as `shared`, only without a factor.
         shared: Prediction sets of the proxy.
     """
 
     imitation: float
-    own: PredictionSets | None
+    own_sets: PredictionSets | None
     shared: PredictionSets | None
 
-    def __call__(self, own_side: Side, shared: Side, project: nn.Module | None) -> Tensor:
+    def __call__(self, local: Side, shared: Side, project: nn.Module | None) -> Tensor:
         """Return `CE + imitation c BIL`."""
-        if self.own is None or self.shared is None:
-            return own_side.loss
+        if self.own_sets is None or self.shared is None:
+            return local.loss
         sure = self.shared(shared.logits)
-        return own_side.loss + self.imitation * consensus(self.own(own_side.logits), sure).mean() * imitation_loss(
-            own_side.logits, sure
+        return local.loss + self.imitation * consensus(self.own_sets(local.logits), sure).mean() * imitation_loss(
+            local.logits, sure
         )
 
 
@@ -315,14 +315,12 @@ class ProxyLoss:
     temperature: float
     beside: bool = False
 
-    def __call__(self, own_side: Side, shared: Side, project: nn.Module | None) -> Tensor:
+    def __call__(self, local: Side, shared: Side, project: nn.Module | None) -> Tensor:
         """Return `CE + distillation KL(softmax(z / T) || softmax(z_proxy / T))`."""
-        loss = own_side.loss + shared.loss if self.beside else shared.loss
+        loss = local.loss + shared.loss if self.beside else shared.loss
         if self.distillation == 0.0:  # a target that is not finite must not matter
             return loss
-        return loss + self.distillation * divergence(
-            own_side.logits / self.temperature, shared.logits / self.temperature
-        )
+        return loss + self.distillation * divergence(local.logits / self.temperature, shared.logits / self.temperature)
 
 
 def imitation_loss(logits: Tensor, sure: Tensor) -> Tensor:

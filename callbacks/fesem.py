@@ -196,14 +196,12 @@ class FeSEM(Clusters):
                 members = [taking_part[order[place]] for place in places]
                 server.models[key] = self.mean(server, server.model, members)
         for _ in range(self.steps):
-            nearest_places = self.places(server, states, [server.models[key] for key in keys])
+            indices = self.places(server, states, [server.models[key] for key in keys])
             for k, key in enumerate(keys):
-                members = [
-                    taking_part[c] for c, place in zip(order, nearest_places, strict=True) if place == k and c in old
-                ]
+                members = [taking_part[c] for c, place in zip(order, indices, strict=True) if place == k and c in old]
                 if members:
                     server.models[key] = self.mean(server, server.models[key], members)
-            clusters |= {client: keys[k] for client, k in zip(order, nearest_places, strict=True)} | approached
+            clusters |= {client: keys[k] for client, k in zip(order, indices, strict=True)} | approached
         kept = {client: models[client] for client in server.clients if client in models and client in old}
         ordered = in_client_order(server, clusters)
         server.state[self.key] = {"clusters": ordered, "models": kept if self.stale else {}}

@@ -41,11 +41,11 @@ EXPERT, GATE = "expert", "expert_gate"
 """Names of the expert in the module, and of the gate in the expert."""
 
 
-def mix_probabilities(own_output: Tensor, expert: Tensor, gate: Tensor) -> Tensor:
-    """Return `log(a softmax(own) + (1 - a) softmax(expert))` with `a = sigmoid(gate)`, or the logit of one class.
+def mix_probabilities(logits: Tensor, expert: Tensor, gate: Tensor) -> Tensor:
+    """Return `log(a softmax(logits) + (1 - a) softmax(expert))` with `a = sigmoid(gate)`, or the logit of one class.
 
     Args:
-        own_output: Logits of the global model: `(batch, classes, ...)`, or `(batch,)` or `(batch, 1, ...)` of one logit.
+        logits: Logits of the global model: `(batch, classes, ...)`, or `(batch,)` or `(batch, 1, ...)` of one logit.
         expert: Logits of the expert, of the same shape.
         gate: Logits of the global model's share, one a sample.
 
@@ -54,26 +54,24 @@ def mix_probabilities(own_output: Tensor, expert: Tensor, gate: Tensor) -> Tenso
         >>> mix_probabilities(equal, equal, torch.tensor([0.0, 9.0]))
         tensor([ 2., -1.])
     """
-    own_output, expert = (
-        output.to(torch.promote_types(output.dtype, torch.float32)) for output in (own_output, expert)
-    )
-    gate = gate.to(own_output.dtype).reshape(-1, *[1] * (own_output.ndim - 1))
+    logits, expert = (z.to(torch.promote_types(z.dtype, torch.float32)) for z in (logits, expert))
+    gate = gate.to(logits.dtype).reshape(-1, *[1] * (logits.ndim - 1))
     share, rest = F.logsigmoid(gate), F.logsigmoid(-gate)
-    if own_output.ndim > 1 and own_output.shape[1] > 1:
-        return torch.logaddexp(share + own_output.log_softmax(1), rest + expert.log_softmax(1))
-    yes, no = (torch.logaddexp(share + F.logsigmoid(s * own_output), rest + F.logsigmoid(s * expert)) for s in (1, -1))
+    if logits.ndim > 1 and logits.shape[1] > 1:
+        return torch.logaddexp(share + logits.log_softmax(1), rest + expert.log_softmax(1))
+    yes, no = (torch.logaddexp(share + F.logsigmoid(s * logits), rest + F.logsigmoid(s * expert)) for s in (1, -1))
     return yes - no
 
 
-def mix_outputs(own_output: Tensor, expert: Tensor, gate: Tensor) -> Tensor:
-    """Return `a own + (1 - a) expert` with `a = sigmoid(gate)`.
+def mix_outputs(logits: Tensor, expert: Tensor, gate: Tensor) -> Tensor:
+    """Return `a logits + (1 - a) expert` with `a = sigmoid(gate)`.
 
     Example:
         >>> mix_outputs(torch.ones(2, 3), torch.zeros(2, 3), torch.zeros(2))[:, 0]
         tensor([0.5000, 0.5000])
     """
-    share = gate.sigmoid().to(own_output.dtype).reshape(-1, *[1] * (own_output.ndim - 1))
-    return share * own_output + (1 - share) * expert
+    share = gate.sigmoid().to(logits.dtype).reshape(-1, *[1] * (logits.ndim - 1))
+    return share * logits + (1 - share) * expert
 
 
 MIXTURES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -91,9 +89,7 @@ class ExpertMixin(AddedParametersMixin):
     """On the expert: its gate joins the optimizer group of the head, and only the module around it logs."""
 
     def added_parameters(self) -> dict[str, str]:
-        first = next(
-            name for name, parameter in self.named_parameters() if parameter.requires_grad and not name.startswith(GATE)
-        )
+        first = next(name for name, p in self.named_parameters() if p.requires_grad and not name.startswith(GATE))
         return {**super().added_parameters(), **{f"{GATE}.{name}": first for name in ("weight", "bias")}}
 
     def on_unmix(self) -> None:
@@ -136,9 +132,9 @@ class GatedMixin(Mixin):
     def _mixture(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         expert: Any = self.get_submodule(EXPERT)
         with FeatureTap(self, self.gated["path"]) as tap, evaluating(self):
-            own_output = call(*args, **kwargs)
+            logits = call(*args, **kwargs)
             features = tap.features.detach().flatten(1)
-        return MIXTURES[self.gated["mix"]](own_output, expert(*args, **kwargs), expert.get_submodule(GATE)(features))
+        return MIXTURES[self.gated["mix"]](logits, expert(*args, **kwargs), expert.get_submodule(GATE)(features))
 
 
 class ExpertTraining(SecondModel):

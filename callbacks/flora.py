@@ -150,7 +150,7 @@ class FLoRA(MergedStacks, ClientRanks):
         changes = {}
         for path, layer in adapted_layers(server.module).items() if counting else ():
             a = torch.cat(
-                [share * self.scale_of(server, update.client) * update.state[layer.a] for update, share in counting]
+                [share * self.scale_of(server, sent.client) * sent.state[layer.a] for sent, share in counting]
             )
-            changes[path] = torch.cat([update.state[layer.b] for update, _ in counting], dim=1), a
+            changes[path] = torch.cat([sent.state[layer.b] for sent, _ in counting], dim=1), a
         return new | self.merge(server, changes) if counting else {}

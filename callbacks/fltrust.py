@@ -102,17 +102,15 @@ class FLTrust(RobustRule):
         raise NotImplementedError("FLTrust combines by the server's own change: see rule_of.")
 
 
-def trusted(changes: Tensor, own_change: Tensor) -> Tensor:
+def trusted(changes: Tensor, row: Tensor) -> Tensor:
     """Return the mean of changes of the server's length, weighted by trust; zeros if nobody is trusted.
 
     Args:
         changes: A row a client, `(m, d)`.
-        own_change: The server's own change, `(d,)`.
+        row: The server's own change, `(d,)`.
     """
-    trust = F.cosine_similarity(
-        changes, own_change[None], dim=1, eps=1e-300 if own_change.dtype == torch.float64 else 1e-30
-    ).relu()
+    trust = F.cosine_similarity(changes, row[None], dim=1, eps=1e-300 if row.dtype == torch.float64 else 1e-30).relu()
     if not float(trust.sum()) > 0:
-        return torch.zeros_like(own_change)
-    lengths = changes.norm(dim=1).clamp_min(torch.finfo(own_change.dtype).tiny)
-    return (trust / lengths) @ changes * (own_change.norm() / trust.sum())
+        return torch.zeros_like(row)
+    lengths = changes.norm(dim=1).clamp_min(torch.finfo(row.dtype).tiny)
+    return (trust / lengths) @ changes * (row.norm() / trust.sum())

@@ -115,9 +115,9 @@ class MutualLoss:
     beta: float
     detach: bool
 
-    def __call__(self, own_side: Side, shared: Side, project: nn.Module | None) -> Tensor:
+    def __call__(self, local: Side, shared: Side, project: nn.Module | None) -> Tensor:
         """Return `alpha CE + (1 - alpha) KL(q || p) + beta CE + (1 - beta) KL(p || q)`."""
-        return self.part(own_side, shared, self.alpha) + self.part(shared, own_side, self.beta)
+        return self.part(local, shared, self.alpha) + self.part(shared, local, self.beta)
 
     def part(self, learner: Side, teacher: Side, share: float) -> Tensor:
         """Return the loss of one of the two models."""

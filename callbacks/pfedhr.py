@@ -363,12 +363,10 @@ class pFedHR(SharesPredictions):
             )
             return
         server_state = server.state.get(self.key, {"candidates": {}, "given": {}})
-        candidate_by_client = {**server_state["given"], **reassembly.given}
-        candidate_by_client = {
-            client: candidate_by_client[client] for client in server.clients if client in candidate_by_client
-        }
+        choices = {**server_state["given"], **reassembly.given}
+        choices = {client: choices[client] for client in server.clients if client in choices}
         every = server_state["candidates"] | reassembly.candidates
         server.state[self.key] = {
-            "candidates": {key: every[key] for key in sorted(set(candidate_by_client.values()))},
-            "given": candidate_by_client,
+            "candidates": {key: every[key] for key in sorted(set(choices.values()))},
+            "given": choices,
         }

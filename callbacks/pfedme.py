@@ -133,12 +133,10 @@ class pFedMe(FederatedCallback):
         parameters = dict(theta.named_parameters())
         for step in range(self.inner_steps):
             last = step == self.inner_steps - 1
-            batch_gradients = [self.client.batch_gradient(batch, theta, update_buffers=last)[1] for batch in window]
-            for name in batch_gradients[0]:
+            parts = [self.client.batch_gradient(batch, theta, update_buffers=last)[1] for batch in window]
+            for name in parts[0]:
                 gradient = (
-                    sum(gradients[name] for gradients in batch_gradients) / len(batch_gradients)
-                    if len(batch_gradients) > 1
-                    else batch_gradients[0][name]
+                    sum(gradients[name] for gradients in parts) / len(parts) if len(parts) > 1 else parts[0][name]
                 )
                 pull = self.lam * (parameters[name] - w[name])
                 parameters[name].sub_(gradient + pull, alpha=self.personal_lr)

@@ -414,36 +414,30 @@ class PIFL(Clusters):
     # -- contributions and tokens --------------------------------------------------------------------------------------
     def _settle(self, server: Server, ledger: Ledger, cluster: str, before: State, answers: Sequence[Update]) -> Steps:
         """Compute contributions, refund and reward of one cluster."""
-        server_state, players = server.state[self.key], [update.client for update in answers]
+        state, players = server.state[self.key], [update.client for update in answers]
         new = server.models[cluster]
         accuracy_before, accuracy = yield from self._scores(server, [before, new], players)
-        contributions: Shapley = yield from self._contributions(
-            server, before, new, answers, (accuracy_before, accuracy)
-        )
-        accuracies = [
-            value
-            for value in (server_state["best"][cluster], accuracy_before)
-            if value is not None and not isnan(value)
-        ]
-        best = accuracies[0] if accuracies else None
+        shapley: Shapley = yield from self._contributions(server, before, new, answers, (accuracy_before, accuracy))
+        valid = [value for value in (state["best"][cluster], accuracy_before) if value is not None and not isnan(value)]
+        best = valid[0] if valid else None
         if best is not None and not isnan(accuracy):
             ledger.refund(cluster, refund_share(accuracy, best, self.eta, self.gamma))
             best = max(best, accuracy)
-        means, counts = dict(server_state["contribution"][cluster]), dict(server_state["taken_part"][cluster])
-        for client, value in contributions.values.items():
+        means, counts = dict(state["contribution"][cluster]), dict(state["taken_part"][cluster])
+        for client, value in shapley.values.items():
             mean, rounds = means.get(client, (0.0, 0))
             means[client] = (mean + (value - mean) / (rounds + 1), rounds + 1)
             counts[client] = counts.get(client, 0) + 1
-        ledger.reward(cluster, contribution_ranks(contributions.values, counts))
+        ledger.reward(cluster, contribution_ranks(shapley.values, counts))
         for entry in ledger.entries:
-            if entry["cluster"] == cluster and entry["client"] in contributions.values:
-                entry |= {"contribution": contributions.values[str(entry["client"])], "error": contributions.error}
+            if entry["cluster"] == cluster and entry["client"] in shapley.values:
+                entry |= {"contribution": shapley.values[str(entry["client"])], "error": shapley.error}
         self._note(
             server,
-            contribution={**server_state["contribution"], cluster: means},
-            taken_part={**server_state["taken_part"], cluster: counts},
-            best={**server_state["best"], cluster: best},
-            evaluations=server_state["evaluations"] + contributions.evaluations,
+            contribution={**state["contribution"], cluster: means},
+            taken_part={**state["taken_part"], cluster: counts},
+            best={**state["best"], cluster: best},
+            evaluations=state["evaluations"] + shapley.evaluations,
         )
 
     def _contributions(

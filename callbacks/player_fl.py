@@ -151,21 +151,16 @@ class PLayerFL(Stackable):
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse another number of sensitivities than the model has pieces."""
         if extras := update.extras.get(self.key):
-            refuse_classes(extras["order"], num_pieces := len(pieces(server.module)), "piece")
-            if len(extras["order"]) != num_pieces:
-                raise ValueError(
-                    f"it has sensitivities of {len(extras['order'])} pieces, and the model has {num_pieces}"
-                )
+            refuse_classes(extras["order"], count := len(pieces(server.module)), "piece")
+            if len(extras["order"]) != count:
+                raise ValueError(f"it has sensitivities of {len(extras['order'])} pieces, and the model has {count}")
 
     def on_update(self, server: Server, update: Update) -> None:
         """Collect F's terms. If clients meet the layers in different orders, the first client's order holds."""
         extras = update.extras.get(self.key)
         if extras:
-            server_state = server.state.get(self.key, {"clients": {}, "order": extras["order"]})
-            server.state[self.key] = {
-                **server_state,
-                "clients": {**server_state["clients"], update.client: extras["sensitivity"]},
-            }
+            state = server.state.get(self.key, {"clients": {}, "order": extras["order"]})
+            server.state[self.key] = {**state, "clients": {**state["clients"], update.client: extras["sensitivity"]}}
 
     def sensitivities(self, server: Server) -> dict[str, Sensitivity]:
         """Return F of each client that took part in round 1."""

@@ -147,15 +147,12 @@ class SCAFFOLD(FederatedCallback):
 
     def _join(self, server: Server, clients: Sequence[str]) -> None:
         """Set `c <- c sum_old p_i / sum_all p_i`: it stays the mean of all `c_i`, and those of new clients are 0."""
-        server_state = server.state.get(self.key)
-        if server_state:
+        state = server.state.get(self.key)
+        if state:
             weights = _weights(server)
             before = sum(weight for client, weight in weights.items() if client not in clients)
             share = before / sum(weights.values())
-            server.state[self.key] = {
-                **server_state,
-                "c": {name: share * value for name, value in server_state["c"].items()},
-            }
+            server.state[self.key] = {**state, "c": {name: share * value for name, value in state["c"].items()}}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send ``c`` of the entries that travel."""

@@ -136,8 +136,8 @@ def _leave_out(owner: Any, public_set: Another, splits: Mapping[str, Any], optio
     if owner.wanted_statistics is not None:  # the clients' inputs are not known yet
         return
     owner_name = type(owner).__name__
-    positions_by_split = {name: _held(split.indices) for name, split in splits.items()}
-    sizes = [(split.dataset, len(positions_by_split[name])) for name, split in splits.items()]
+    rows = {name: _held(split.indices) for name, split in splits.items()}
+    sizes = [(split.dataset, len(rows[name])) for name, split in splits.items()]
     if not all(is_cheap(dataset, count) for dataset, count in [*sizes, (public_set.dataset, len(public_set.dataset))]):
         return
     public = digests(public_set.dataset, public_set.positions, public_set.options.get("collate_fn") or collate_rows)
@@ -147,9 +147,7 @@ def _leave_out(owner: Any, public_set: Another, splits: Mapping[str, Any], optio
     for name in (name for name in SPLITS if name in splits):
         split = splits[name]
         theirs = digests(
-            split.dataset,
-            positions_by_split[name],
-            split.loader.get("collate_fn") or options.get("collate_fn") or collate_rows,
+            split.dataset, rows[name], split.loader.get("collate_fn") or options.get("collate_fn") or collate_rows
         )
         if theirs is None:
             public_set.left_out.clear()

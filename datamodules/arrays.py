@@ -139,10 +139,8 @@ def federate(
 def cut_off(train: Split, clients: Sequence[str], name: str, fraction: float, seed: int) -> Split:
     """Take a share of every client's training samples out of the training split, and return it as a split of its own."""
     pairs = [
-        cut_groups(
-            np.asarray(indices), fraction, generator(seed, "partition", name, client), train.labels, train.groups
-        )
-        for client, indices in zip(clients, train.indices, strict=True)
+        cut_groups(np.asarray(rows), fraction, generator(seed, "partition", name, client), train.labels, train.groups)
+        for client, rows in zip(clients, train.indices, strict=True)
     ]
     train.indices = [rest for rest, _ in pairs]
     return Split(train.dataset, [part for _, part in pairs], train.labels, groups=train.groups)

@@ -255,11 +255,9 @@ def whole_signature(kind: type) -> inspect.Signature:
     _, *parameters = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
     if not parameters or parameters[-1].kind is not inspect.Parameter.VAR_KEYWORD:
         return inspect.Signature(parameters)
-    named = {parameter.name for parameter in parameters}
+    named = {p.name for p in parameters}
     inherited = inspect.signature(kind.__mro__[1]).parameters.values()
-    handed_on = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in inherited if parameter.name not in named
-    ]
+    handed_on = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in inherited if p.name not in named]
     return inspect.Signature([*parameters[:-1], *handed_on])
 
 

@@ -213,10 +213,7 @@ def separation(features: np.ndarray, holders: np.ndarray) -> float:
     mean = features.mean(axis=0)
     total = ((features - mean) ** 2).sum()
     clients = np.unique(holders)
-    between = sum(
-        ((holders == client).sum() * ((features[holders == client].mean(axis=0) - mean) ** 2).sum())
-        for client in clients
-    )
+    between = sum(((holders == k).sum() * ((features[holders == k].mean(axis=0) - mean) ** 2).sum()) for k in clients)
     return float(between / total) if total > 0 else 0.0
 
 

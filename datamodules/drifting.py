@@ -105,7 +105,7 @@ class DriftingDataModule(WrappedIndexedDataModule):
             )
         clients, splits = self.source.client_ids, dict(self.source._splits)
         windows = self._windows(clients, splits)
-        self._window = [window_by_split["train"] for window_by_split in windows]
+        self._window = [window["train"] for window in windows]
         for place, client in enumerate(clients):
             count = len(self._window[place])
             if count and not min(self._sizes(place)):
@@ -116,10 +116,7 @@ class DriftingDataModule(WrappedIndexedDataModule):
                 )
         for name in [name for name in splits if name != "train" and self.scored == "last"]:
             pairs = zip(splits[name].indices, windows, strict=True)
-            last = [
-                np.asarray(indices, dtype=np.int64)[window_by_split[name] == self.windows - 1]
-                for indices, window_by_split in pairs
-            ]
+            last = [np.asarray(rows, dtype=np.int64)[window[name] == self.windows - 1] for rows, window in pairs]
             splits[name] = replace(splits[name], indices=last)
         return clients, splits
 
@@ -131,10 +128,7 @@ class DriftingDataModule(WrappedIndexedDataModule):
                 orders = {name: np.argsort(np.argsort(split.indices[place])) for name, split in splits.items()}
                 times.append({name: order / max(len(order), 1) for name, order in orders.items()})
             starts = np.arange(1, self.windows) / self.windows
-            return [
-                {name: np.searchsorted(starts, time_by_split[name], "right") for name in time_by_split}
-                for time_by_split in times
-            ]
+            return [{name: np.searchsorted(starts, time[name], "right") for name in time} for time in times]
         cells = [
             (place, name, self.source.sample_values(client, name, self.by))
             for place, client in enumerate(clients)
@@ -149,13 +143,11 @@ class DriftingDataModule(WrappedIndexedDataModule):
         for (place, name, _), values in zip(cells, np.split(flat, ends), strict=True):
             times[place][name] = values
         windows = []
-        for time_by_split in times:
-            train = np.sort(
-                time_by_split["train"] if len(time_by_split["train"]) else np.concatenate(list(time_by_split.values()))
-            )
+        for time in times:
+            train = np.sort(time["train"] if len(time["train"]) else np.concatenate(list(time.values())))
             ranks = len(train) * np.arange(1, self.windows) // self.windows
             starts = common if self.starts is not None or not len(train) else train[ranks]
-            windows.append({name: np.searchsorted(starts, time_by_split[name], "right") for name in time_by_split})
+            windows.append({name: np.searchsorted(starts, time[name], "right") for name in time})
         return windows
 
     @property

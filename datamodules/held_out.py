@@ -147,9 +147,5 @@ class ClientSubset(WrappedDataModule):
 
     @property
     def planted_groups(self) -> dict[str, int] | None:
-        group_by_client = self.whole.planted_groups
-        return (
-            None
-            if group_by_client is None
-            else {client: group_by_client[client] for client in self.client_ids if client in group_by_client}
-        )
+        groups = self.whole.planted_groups
+        return None if groups is None else {client: groups[client] for client in self.client_ids if client in groups}

@@ -119,22 +119,13 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
                 )
             used = table.select_columns(columns)  # a damaged file of Arrow could end the process as it is read
             read(f"The {split} data cannot be read", lambda frame: frame.data.validate(full=True), used)
-        labels = encode(raw_labels := {split: self._labels(table, split) for split, table in tables.items()})
-        columns_present = [cells for cells in raw_labels.values() if cells is not None]
-        if (
-            self.class_names is None
-            and columns_present
-            and len(columns_present) == len(raw_labels)
-            and all(len(cells) for cells in columns_present)
-        ):
-            check_classes(
-                np.concatenate(columns_present), f"Column {self.label!r}", "make it a ClassLabel with its names"
-            )
-        if self.class_names is None and any(
-            cells is not None and cells.dtype.kind in "US" for cells in raw_labels.values()
-        ):
+        labels = encode(raw := {split: self._labels(table, split) for split, table in tables.items()})
+        present = [cells for cells in raw.values() if cells is not None]
+        if self.class_names is None and present and len(present) == len(raw) and all(len(cells) for cells in present):
+            check_classes(np.concatenate(present), f"Column {self.label!r}", "make it a ClassLabel with its names")
+        if self.class_names is None and any(cells is not None and cells.dtype.kind in "US" for cells in raw.values()):
             self.class_names = np.unique(
-                np.concatenate([cells for cells in raw_labels.values() if cells is not None])
+                np.concatenate([cells for cells in raw.values() if cells is not None])
             ).tolist()
         self._divides = suited(self.partitioner, labels, "HuggingFaceDataModule")
         datasets: dict[str, Dataset[Any]] = {

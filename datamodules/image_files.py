@@ -41,10 +41,8 @@ def shown(image: Any, mode: str) -> Any:
         return image.convert(mode)
     values = np.asarray(image, dtype=np.float32) / (white or 1)
     if white is None or not ((values >= 0) & (values <= 1)).all():
-        contents = (
-            f"whole numbers up to {values.max():g}" if white is None else "a value that is NaN or outside of 0 ... 1"
-        )
-        raise ValueError(f"it has {contents}, and nothing says which is white")
+        what = f"whole numbers up to {values.max():g}" if white is None else "a value that is NaN or outside of 0 ... 1"
+        raise ValueError(f"it has {what}, and nothing says which is white")
     return Image.fromarray(values)
 
 

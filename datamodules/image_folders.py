@@ -106,10 +106,8 @@ class ImageFolderDataModule(NaturalSites):
         clients = sort_clients(
             path.name for path in self.root.iterdir() if path.is_dir() and not path.name.startswith(".")
         )
-        images_by_client = {client: _images(self.root / client) for client in clients}
-        here = sorted(
-            {name for splits in images_by_client.values() for images in splits.values() for name, _ in images}
-        )
+        by_client = {client: _images(self.root / client) for client in clients}
+        here = sorted({name for splits in by_client.values() for images in splits.values() for name, _ in images})
         if self.classes is None:
             self.class_names = here
         if other := [name for name in here if name not in self.class_names]:
@@ -117,18 +115,16 @@ class ImageFolderDataModule(NaturalSites):
         number = {name: place for place, name in enumerate(self.class_names)}
         paths: list[Path] = []
         labels: list[int] = []
-        rows_by_client: dict[str, dict[str, np.ndarray]] = {}
-        for client, splits in images_by_client.items():
-            rows_by_client[client] = {}
+        rows: dict[str, dict[str, np.ndarray]] = {}
+        for client, splits in by_client.items():
+            rows[client] = {}
             for split, images in splits.items():
-                rows_by_client[client][split] = np.arange(len(paths), len(paths) + len(images))
+                rows[client][split] = np.arange(len(paths), len(paths) + len(images))
                 paths += [path for _, path in images]
                 labels += [number[name] for name, _ in images]
-        y, groups = np.array(labels, dtype=np.int64), self._groups(paths, rows_by_client)
+        y, groups = np.array(labels, dtype=np.int64), self._groups(paths, rows)
         check_classes(np.array(self.class_names)[y], str(self.root), "take other folders away")
-        return SiteSamples(
-            ImageFiles(paths, y, self.size, self.transform, self.channels, self.cache), rows_by_client, y, groups
-        )
+        return SiteSamples(ImageFiles(paths, y, self.size, self.transform, self.channels, self.cache), rows, y, groups)
 
     @property
     def named_by_file(self) -> dict[str, Any]:

@@ -435,15 +435,9 @@ class IndexedFederatedDataModule(FederatedDataModule):
         count = len(split.dataset)  # type: ignore[arg-type]
         check_each(self, count, labels=split.labels, groups=split.groups)
         for client, rows in zip(client_ids, split.indices, strict=True):
-            positions = np.asarray(rows)
-            if len(positions) and (
-                positions.dtype.kind not in "iu" or positions.max() >= count or positions.min() < -count
-            ):
-                wrong = (
-                    positions.dtype
-                    if positions.dtype.kind not in "iu"
-                    else max(positions.max(), positions.min(), key=abs)
-                )
+            array = np.asarray(rows)
+            if len(array) and (array.dtype.kind not in "iu" or array.max() >= count or array.min() < -count):
+                wrong = array.dtype if array.dtype.kind not in "iu" else max(array.max(), array.min(), key=abs)
                 raise ValueError(
                     f"{type(self).__name__}: client {client!r} has the row {wrong} in its {name} split, and there are "
                     f"{count} samples. Give whole numbers, counted from 0."
@@ -539,9 +533,9 @@ class IndexedFederatedDataModule(FederatedDataModule):
         labels = self._splits[split].labels
         if labels is None:
             return None
-        client_labels = labels[indices]
+        chosen = labels[indices]
         return np.bincount(
-            client_labels[client_labels >= 0], minlength=self._num_classes
+            chosen[chosen >= 0], minlength=self._num_classes
         ).tolist()  # -100: a sample that losses ignore
 
     def sample_groups(self, client: str, split: str = "train") -> np.ndarray | None:
@@ -551,11 +545,9 @@ class IndexedFederatedDataModule(FederatedDataModule):
     def fingerprint(self, split: str) -> str:
         digest = hashlib.sha256(json.dumps(self.client_ids).encode())
         for client in self.client_ids:
-            indices = self.indices(client, split)
+            rows = self.indices(client, split)
             labels = self._splits[split].labels if split in self._splits else None
-            digest.update(
-                indices.tobytes() if labels is None else indices.tobytes() + np.asarray(labels[indices]).tobytes()
-            )
+            digest.update(rows.tobytes() if labels is None else rows.tobytes() + np.asarray(labels[rows]).tobytes())
             digest.update(b"|")
         return digest.hexdigest()[:12]
 

@@ -148,8 +148,7 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         for name in ("train", "val"):
             if name in splits:
                 splits[name].indices = [
-                    self._labelled(client, name, indices)
-                    for client, indices in zip(ids, splits[name].indices, strict=True)
+                    self._labelled(client, name, rows) for client, rows in zip(ids, splits[name].indices, strict=True)
                 ]
         self._mislabel(ids, splits)
         for split in splits.values():

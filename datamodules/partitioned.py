@@ -214,19 +214,16 @@ class Partitioned(IndexedFederatedDataModule):
         owner = type(self.datamodule).__name__
         if self.trainer is not None:
             self.datamodule.trainer = self.trainer
-        wrapped_loaders: dict[str, Any] = {}
+        wrapped: dict[str, Any] = {}
         # A random_split without a seed in the wrapped setup() is given one.
         with isolated(self.seed, "partition", "setup"):
             self.datamodule.setup("fit")
-            wrapped_loaders["train"], wrapped_loaders["val"] = (
-                self._wrapped_loader("train"),
-                self._wrapped_loader("val"),
-            )
+            wrapped["train"], wrapped["val"] = (self._wrapped_loader("train"), self._wrapped_loader("val"))
             self.datamodule.setup("test")
-            wrapped_loaders["test"] = self._wrapped_loader("test")
-        if wrapped_loaders["train"] is None:
+            wrapped["test"] = self._wrapped_loader("test")
+        if wrapped["train"] is None:
             raise ValueError(f"{owner} has no train_dataloader; Partitioned divides the training data among clients.")
-        loaders = {split: loader for split, loader in wrapped_loaders.items() if loader is not None}
+        loaders = {split: loader for split, loader in wrapped.items() if loader is not None}
         options, shuffles = {}, {}
         for split, loader in loaders.items():
             options[split], shuffles[split] = loader_options(

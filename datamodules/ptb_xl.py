@@ -132,12 +132,10 @@ class PTBXLDataModule(NaturalSites):
             unknown = next((code for code in codes if code not in kinds), None)
             if unknown is not None:
                 raise ValueError(f"{source}, sample {row + 1}: statement {unknown!r} is not in {FILES[1]}.")
-            class_scores = [
-                (value, CLASSES.index(kinds[code])) for code, value in codes.items() if kinds[code] in CLASSES
-            ]
-            if class_scores:
-                best = max(class_scores)[1]
-                classes[row] = best if self.task == "superclass" else int(any(kind > 0 for _, kind in class_scores))
+            scores = [(value, CLASSES.index(kinds[code])) for code, value in codes.items() if kinds[code] in CLASSES]
+            if scores:
+                best = max(scores)[1]
+                classes[row] = best if self.task == "superclass" else int(any(kind > 0 for _, kind in scores))
         return classes
 
     def _check_folds(self, patients: np.ndarray, folds: np.ndarray, source: Path) -> None:

@@ -419,13 +419,13 @@ def _report(name: str, cells: dict[str, list[str]], single: dict[str, list[str]]
     free = not numbers and len(set(every)) > max(MOST_LEVELS, _OWN * len(every))
     lines = []
     for client, column in cells.items():
-        filled = [cell for cell in column if cell and (not numbers or _is_number(cell))]
+        full = [cell for cell in column if cell and (not numbers or _is_number(cell))]
         line: dict[str, Any] = {
             "client": client,
             "samples": len(column),
-            "missing": 1 - len(filled) / max(1, len(column)),
+            "missing": 1 - len(full) / max(1, len(column)),
         }
-        lines.append(line | (_quantiles(filled) if numbers else _commonest([] if free else filled)))
+        lines.append(line | (_quantiles(full) if numbers else _commonest([] if free else full)))
     if free:  # each cell would be a category of its own, and the commonest one a patient's text
         return ColumnReport(name, "", None, None, lines)
     groups = [[cell for cell in column if cell and (not numbers or _is_number(cell))] for column in single.values()]

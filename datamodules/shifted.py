@@ -169,9 +169,7 @@ class ShiftedDataModule(WrappedIndexedDataModule):
         """
         names = [self._permutations[place % self.concepts] for place in range(len(self.client_ids))]
         pairs = [
-            float((permutation != other).mean())
-            for place, permutation in enumerate(names)
-            for other in names[place + 1 :]
+            float((classes != other).mean()) for place, classes in enumerate(names) for other in names[place + 1 :]
         ]
         return {"features": self.strength, "concepts": float(np.mean(pairs)) if pairs else 0.0}
 
@@ -231,12 +229,11 @@ class _Shifted(Dataset[Any]):
         else:
             samples = [self.dataset[row] for row in rows]
             if not all(
-                isinstance(sample, tuple | list) and len(sample) == 2 and isinstance(sample[0], Tensor)
-                for sample in samples
+                isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], Tensor) for pair in samples
             ):
                 raise ValueError("ShiftedDataModule shifts samples (x, y) whose x is a tensor; its source has others.")
-            x = torch.stack([sample[0] for sample in samples])
-            y = torch.stack([torch.as_tensor(sample[1]) for sample in samples])
+            x = torch.stack([pair[0] for pair in samples])
+            y = torch.stack([torch.as_tensor(pair[1]) for pair in samples])
         shifted_samples: list[Any] = [None] * len(rows)
         places = self.holder[np.asarray(rows, dtype=np.int64)]
         for place in np.unique(places).tolist():

@@ -362,15 +362,11 @@ class PowerLawPartitioner(Partitioner):
 
     def _holders(self, counts: np.ndarray) -> np.ndarray:
         """Return who holds which class, bool `(clients, classes)`."""
-        clients, classes_each, total = self.num_clients, self.classes_per_client, len(counts)
-        if classes_each > total or classes_each + clients - 1 < total:
-            rule = (
-                f"at most {total}"
-                if classes_each > total
-                else f"at least {total - clients + 1}, so that no class is lost"
-            )
+        clients, each, total = self.num_clients, self.classes_per_client, len(counts)
+        if each > total or each + clients - 1 < total:
+            rule = f"at most {total}" if each > total else f"at least {total - clients + 1}, so that no class is lost"
             raise ValueError(
-                f"PowerLawPartitioner got classes_per_client={classes_each} for {clients} clients and {total} classes; use "
+                f"PowerLawPartitioner got classes_per_client={each} for {clients} clients and {total} classes; use "
                 f"{rule}."
             )
         if self.scheme == "pfedme" and clients % total:
@@ -379,7 +375,7 @@ class PowerLawPartitioner(Partitioner):
                 f"{total}, or scheme='fedprox'."
             )
         holders = np.zeros((clients, total), dtype=bool)
-        for place in range(classes_each):
+        for place in range(each):
             holders[np.arange(clients), (np.arange(clients) + place) % total] = True
         short = holders.sum(axis=0) * self.least > counts
         if short.any():

@@ -105,16 +105,13 @@ def check_scale(
 
 
 def standardised(
-    values: np.ndarray,
-    own_rows: Sequence[np.ndarray],
-    rows: Sequence[np.ndarray],
-    moments: Sequence[float] | None = None,
+    values: np.ndarray, seen: Sequence[np.ndarray], rows: Sequence[np.ndarray], moments: Sequence[float] | None = None
 ) -> np.ndarray:
     """Return a column with every client's values standardised, and gaps filled with the mean.
 
     Args:
         values: The column, NaN for a gap.
-        own_rows: Rows of each client whose mean and standard deviation are taken.
+        seen: Rows of each client whose mean and standard deviation are taken.
         rows: All rows of each client.
         moments: Mean and standard deviation of all clients; `None`: each has its own.
 
@@ -124,7 +121,7 @@ def standardised(
         array([-1.,  1.,  0., 48.])
     """
     scaled = np.zeros_like(values)
-    for mine, everything in zip(own_rows, rows, strict=True):
+    for mine, everything in zip(seen, rows, strict=True):
         filled = values[mine][~np.isnan(values[mine])]
         if moments is None and not len(filled):  # nothing is known of the column here
             continue

@@ -285,13 +285,13 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         few = numbers is None or ((numbers == np.round(numbers)).all() and len(np.unique(numbers)) <= MOST_CLASSES)
         if self.task == "classification" or (self.task == "auto" and few):
             values: Any = np.array(column.cells)[kept] if numbers is None else numbers
-            class_values, classes = np.unique(values, return_inverse=True)
-            if len(class_values) < 2:
+            levels, classes = np.unique(values, return_inverse=True)
+            if len(levels) < 2:
                 raise ValueError(
-                    f"{self.path}: all rows have {self.target!r} = {class_values[0]}; there is nothing to learn."
+                    f"{self.path}: all rows have {self.target!r} = {levels[0]}; there is nothing to learn."
                 )
             check_classes(values, f"{self.path}, column {self.target!r}", "name them all by classes=[...]")
-            self.class_names = [str(name) if numbers is None else f"{name:g}" for name in class_values.tolist()]
+            self.class_names = [str(name) if numbers is None else f"{name:g}" for name in levels.tolist()]
             self._named_by_file["classes"] = self.class_names
             return torch.from_numpy(classes.astype(np.int64)), classes.astype(np.int64)
         if numbers is None:
@@ -362,9 +362,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                 continue
             self.feature_names.append(name)
             there = np.flatnonzero(kept)
-            refuse_extremes(
-                f"{self.path}: column {name!r}", column.numbers, [there[client_rows] for client_rows in rows]
-            )
+            refuse_extremes(f"{self.path}: column {name!r}", column.numbers, [there[part] for part in rows])
             if self.scale == "federated" and name not in self.statistics:
                 self._open.numbers[name] = len(columns), column.numbers[kept]
                 columns.append(np.full(int(kept.sum()), np.nan))

@@ -163,11 +163,11 @@ def _draws(
         for row in range(num_probes if curved else 0):
             z = _signs({name: block[name] for name in curved}, *seed, "signs", layer.name, row)
             products = _second_derivative(list(curved.values()), [block[name] for name in curved], list(z.values()))
-            quadratic_forms = [
+            curvatures = [
                 (widen(p) * widen(s)).sum() for p, s in zip(products, z.values(), strict=True) if p is not None
             ]
-            if quadratic_forms:
-                draws[row, column] = torch.stack(quadratic_forms).sum()
+            if curvatures:
+                draws[row, column] = torch.stack(curvatures).sum()
     return draws
 
 

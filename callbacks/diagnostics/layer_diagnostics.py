@@ -172,9 +172,7 @@ class StageTable:
         return Sensitivity(self.layers, self.num_parameters, self.values[quantity][:, 0].tolist(), METHODS[quantity])
 
 
-def sensitivity_rows(
-    sensitivity: Sensitivity, quantity: str, number: int, stage: str, client: str
-) -> Iterator[LayerRow]:
+def sensitivity_rows(measured: Sensitivity, quantity: str, number: int, stage: str, client: str) -> Iterator[LayerRow]:
     """Give `I_l`, `F_l` (`_cumulative`) and `F_{l+1} / F_l` (`_ratio`, at layer l) as rows.
 
     Example:
@@ -182,9 +180,9 @@ def sensitivity_rows(
         >>> [(row.quantity, row.layer, row.value) for row in sensitivity_rows(found, "I", 1, "L2", "0")][2:]
         [('I_cumulative', 'body', 1.0), ('I_cumulative', 'head', 4.0), ('I_ratio', 'body', 4.0)]
     """
-    parts = {"": sensitivity.sensitivity, "_cumulative": sensitivity.cumulative, "_ratio": sensitivity.ratios}
+    parts = {"": measured.sensitivity, "_cumulative": measured.cumulative, "_ratio": measured.ratios}
     for suffix, values in parts.items():
-        for index, (layer, value) in enumerate(zip(sensitivity.layers, values, strict=False), 1):  # one ratio less
+        for index, (layer, value) in enumerate(zip(measured.layers, values, strict=False), 1):  # one ratio less
             yield LayerRow(number, stage, client, index, layer, quantity + suffix, value)
 
 
@@ -491,10 +489,8 @@ class LayerDiagnostics(FederatedCallback):
 
     def on_round_end(self, server: Server) -> None:
         """Write the round's rows and forget the measurements."""
-        extras_by_client = server.state.pop(self.key, {})
-        tables = [
-            table for client, extras in extras_by_client.items() for table in self._tables(server, client, extras)
-        ]
+        by_client = server.state.pop(self.key, {})
+        tables = [table for client, extras in by_client.items() for table in self._tables(server, client, extras)]
         if tables and server.run_dir is not None:
             write_layers(server.run_dir / "layers.csv", round_rows(server.round + 1, tables))
 

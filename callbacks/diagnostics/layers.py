@@ -53,12 +53,8 @@ def sensitivities(
         elif row.stage == stage and row.client == ALL and row.quantity == "num_parameters":
             counts.setdefault(row.round, {})[row.layer] = int(row.value)
     return {
-        number: _sensitivity(
-            list(value_by_layer),
-            list(value_by_layer.values()),
-            [counts.get(number, {}).get(la, 1) for la in value_by_layer],
-        )
-        for number, value_by_layer in sorted(values.items())
+        number: _sensitivity(list(layers), list(layers.values()), [counts.get(number, {}).get(la, 1) for la in layers])
+        for number, layers in sorted(values.items())
     }
 
 
@@ -94,15 +90,9 @@ def transition_curve(
     """
     grid = list(thresholds)
     return [
-        {
-            "run": run,
-            "round": number,
-            "threshold": t,
-            "p": (p := sensitivity.transition(t)),
-            "layer": sensitivity.layers[p - 1],
-        }
+        {"run": run, "round": number, "threshold": t, "p": (p := curve.transition(t)), "layer": curve.layers[p - 1]}
         for run, rows in runs.items()
-        for number, sensitivity in sensitivities(rows, quantity, stage).items()
+        for number, curve in sensitivities(rows, quantity, stage).items()
         for t in grid
     ]
 
@@ -252,14 +242,11 @@ def correlation_rows(
 
 def _groups(rows: Iterable[LayerRow], a: str, b: str, stage: str) -> list[list[tuple[float, float]]]:
     """Per (round, client) the pairs of values of the layers that have both."""
-    values_by_group: dict[tuple[int, str], dict[str, dict[str, float]]] = {}
+    groups: dict[tuple[int, str], dict[str, dict[str, float]]] = {}
     for row in rows:
         if row.stage == stage and row.client != ALL and row.quantity in (a, b):
-            values_by_group.setdefault((row.round, row.client), {}).setdefault(row.layer, {})[row.quantity] = row.value
-    return [
-        [(both[a], both[b]) for both in layers.values() if a in both and b in both]
-        for layers in values_by_group.values()
-    ]
+            groups.setdefault((row.round, row.client), {}).setdefault(row.layer, {})[row.quantity] = row.value
+    return [[(both[a], both[b]) for both in layers.values() if a in both and b in both] for layers in groups.values()]
 
 
 def _spearman(pairs: Sequence[tuple[float, float]]) -> float:

@@ -270,10 +270,8 @@ class SensitivityAccumulator:
 
     def add_step(self, optimizer: Optimizer | None = None, scale: float = 1.0) -> None:
         """Add one step whose gradients are in `.grad`."""
-        stepped_ids = (
-            None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-        )
-        mine = {name: p for name, p in self.module.named_parameters() if stepped_ids is None or id(p) in stepped_ids}
+        ids = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = {name: p for name, p in self.module.named_parameters() if ids is None or id(p) in ids}
         self.add({name: p.grad for name, p in mine.items() if p.grad is not None}, scale, mine)
 
     def state_dict(self) -> dict[str, Any]:

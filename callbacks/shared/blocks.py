@@ -145,10 +145,7 @@ def candidates(
     for _ in range(TRIES * count):
         if len(drawn) == count:
             break
-        chosen = [
-            members_of_group[int(torch.randint(len(members_of_group), (1,), generator=draw))]
-            for members_of_group in members
-        ]
+        chosen = [group[int(torch.randint(len(group), (1,), generator=draw))] for group in members]
         size = int(torch.randint(least, most + 1, (1,), generator=draw))
         others = [place for place in torch.randperm(len(parts), generator=draw).tolist() if place not in chosen]
         chosen += others[: size - len(chosen)]
@@ -158,17 +155,14 @@ def candidates(
     return [list(places) for places in drawn]
 
 
-def nearest_teachers(models: Sequence[Tensor], candidate_outputs: Sequence[Tensor]) -> list[int]:
+def nearest_teachers(models: Sequence[Tensor], offered: Sequence[Tensor]) -> list[int]:
     """Return for each model the candidate whose outputs have the largest mean cosine with its own; the first of several.
 
     Example:
         >>> nearest_teachers([torch.tensor([[1.0, 0.0]])], [torch.tensor([[0.0, 2.0]]), torch.tensor([[3.0, 1.0]])])
         [1]
     """
-    table = [
-        [float(F.cosine_similarity(outputs.double(), other.double()).mean()) for other in candidate_outputs]
-        for outputs in models
-    ]
+    table = [[float(F.cosine_similarity(rows.double(), other.double()).mean()) for other in offered] for rows in models]
     return ties.first_largest(torch.tensor(table, dtype=torch.float64), 1).tolist()
 
 

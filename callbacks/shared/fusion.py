@@ -151,12 +151,9 @@ class EnsembleFusion(ServerModels):
     def on_update(self, server: Server, update: Update) -> None:
         """Remember a model until the round is over."""
         if self.distils and server.weight(update) > 0 and update.state:
-            server_state = server.state.get(self.key, {})
+            state = server.state.get(self.key, {})
             member = {"model": update.model, "state": update.state, "weight": server.weight(update)}
-            server.state[self.key] = {
-                **server_state,
-                "members": {**server_state.get("members", {}), update.client: member},
-            }
+            server.state[self.key] = {**state, "members": {**state.get("members", {}), update.client: member}}
 
     def on_reduced(self, server: Server, state: State) -> State:
         """Return the student's entries after distillation, in the place of the clients' mean."""

@@ -30,7 +30,7 @@ def parts_of(module: nn.Module, declared: Parts | None, kind: str) -> dict[str, 
     """
     names = list(module_state(module))
     if declared is None:
-        path_and_parts = next(
+        default = next(
             (
                 (path, child)
                 for path, child in module.named_modules()
@@ -38,11 +38,7 @@ def parts_of(module: nn.Module, declared: Parts | None, kind: str) -> dict[str, 
             ),
             None,
         )
-        declared = (
-            {}
-            if path_and_parts is None
-            else {modality: [f"{path_and_parts[0]}.{modality}"] for modality in path_and_parts[1]}
-        )
+        declared = {} if default is None else {modality: [f"{default[0]}.{modality}"] for modality in default[1]}
     parts = {modality: list(expand(part, names)) if part else names for modality, part in declared.items()}
     owned = [name for part in parts.values() for name in part]
     twice = sorted({name for name in owned if owned.count(name) > 1}) if len(parts) > 1 else []

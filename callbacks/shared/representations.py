@@ -134,9 +134,9 @@ def of_one_width(
     """Return what clients sent, where the head does not tell the width: those with another than most have failed."""
     widths = {client: tuple(payload[part].shape[1] for part in parts) for client, payload in sent.items()}
     most = max(widths.values(), key=list(widths.values()).count, default=())
-    for client, client_widths in widths.items():
-        if client_widths != most:
-            what = f"the rows of {' and '.join(map(repr, parts))} have the widths {client_widths}, those of most clients {most}"
+    for client, own_widths in widths.items():
+        if own_widths != most:
+            what = f"the rows of {' and '.join(map(repr, parts))} have the widths {own_widths}, those of most clients {most}"
             server.note_failure(client, f"the update of client '{client}' was refused: {what}")
     return {client: payload for client, payload in sent.items() if widths[client] == most}
 

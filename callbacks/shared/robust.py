@@ -104,7 +104,7 @@ class RobustRule(FederatedCallback):
             those = [updates[index].state for index in who]
             judged = [name for name in names if name in trainable]
             new |= {
-                name: _median(torch.stack([state[name] for state in those])) for name in names if name not in trainable
+                name: _median(torch.stack([sent[name] for sent in those])) for name in names if name not in trainable
             }
             if judged:
                 shares = torch.tensor([weights[index] for index in who], dtype=torch.float64)

@@ -65,9 +65,7 @@ class NoWeightings(requires.Requirement):
     advises = True
 
     def fault(self, owner: Any, setup: Setup) -> str:
-        other = next(
-            (callback for callback in setup.callbacks if callback is not owner and callback.weighting is not None), None
-        )
+        other = next((part for part in setup.callbacks if part is not owner and part.weighting is not None), None)
         what = f"weighting={other.weighting!r} of {other.key}" if other else ""
         return f"combines the clients' models with weights of its own, and {what} does nothing" if what else ""
 
@@ -183,11 +181,11 @@ def parameter_names(server: Server, state: Mapping[str, Tensor]) -> list[str]:
 def combine(base: Mapping[str, Tensor], parts: Iterable[tuple[float, Mapping[str, Tensor]]]) -> State:
     """Return ``sum_j a_j w_j / sum_j a_j``, in float64.
 
-    Integer entries are ``own``'s, and so are all entries where every weight is 0.
+    Integer entries are ``base``'s, and so are all entries where every weight is 0.
 
     Example:
-        >>> own = {"w": torch.tensor([1.0]), "steps": torch.tensor(3)}
-        >>> combine(own, [(3.0, own), (1.0, {"w": torch.tensor([5.0]), "steps": torch.tensor(8)})])
+        >>> base = {"w": torch.tensor([1.0]), "steps": torch.tensor(3)}
+        >>> combine(base, [(3.0, base), (1.0, {"w": torch.tensor([5.0]), "steps": torch.tensor(8)})])
         {'w': tensor([2.]), 'steps': tensor(3)}
     """
     mean = WeightedMean()

@@ -210,23 +210,23 @@ class LEAFDataModule(NaturalSites):
 
     def read(self) -> SiteSamples:
         inputs, classes = [], []
-        rows_by_split: dict[str, dict[str, np.ndarray]] = {"train": {}, "test": {}}
+        splits: dict[str, dict[str, np.ndarray]] = {"train": {}, "test": {}}
         start = 0
         for user in read_leaf(self.root):
             x, y = self.inputs(user), self.targets(user)
             inputs.append(x)
             classes.append(y)
-            rows_by_split[user.split][user.name] = np.arange(start, start + len(y))
+            splits[user.split][user.name] = np.arange(start, start + len(y))
             start += len(y)
-        untrained = sort_clients(set(rows_by_split["test"]) - set(rows_by_split["train"]))
+        untrained = sort_clients(set(splits["test"]) - set(splits["train"]))
         if untrained:
             raise ValueError(
                 f"{self.root}: {len(untrained)} users have test samples and no training samples, such as "
                 f"{untrained[0]!r}. Split each user's samples (preprocess.sh -t sample), not the users."
             )
-        if not rows_by_split["test"]:
+        if not splits["test"]:
             rank_zero_warn(f"{self.root}: there are no files in test/, so nothing is tested.", category=UserWarning)
-        sizes = {name: len(rows) for name, rows in rows_by_split["train"].items()}
+        sizes = {name: len(rows) for name, rows in splits["train"].items()}
         kept = sorted(sort_clients(sizes), key=lambda name: -sizes[name])[: self.largest]
         if len(kept) < len(sizes):
             rank_zero_warn(
@@ -235,10 +235,7 @@ class LEAFDataModule(NaturalSites):
             )
         y = np.concatenate(classes)
         nothing = np.zeros(0, np.int64)
-        rows = {
-            name: {split: rows_by_split[split].get(name, nothing) for split in rows_by_split}
-            for name in sort_clients(kept)
-        }
+        rows = {name: {split: splits[split].get(name, nothing) for split in splits} for name in sort_clients(kept)}
         return SiteSamples(self.dataset(torch.cat(inputs), y), rows, y)
 
 
@@ -257,19 +254,17 @@ def numbers(user: LEAFUser, width: int) -> Tensor:
         raw = np.array(user.x)  # numpy would make numbers of texts
         if raw.dtype.kind not in "iuf":
             raise ValueError(f"it holds a {raw.dtype.name}")
-        inputs = raw.astype(np.float32).reshape(len(user.x), -1 if user.x else width)
+        array = raw.astype(np.float32).reshape(len(user.x), -1 if user.x else width)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{user.path}: user {user.name!r} has an input that is no list of {width} numbers ({error})."
         ) from error
-    extreme = not np.isfinite(inputs).all() or extreme_of(inputs.ravel()) is not None
-    if inputs.shape[1] != width or extreme:
+    extreme = not np.isfinite(array).all() or extreme_of(array.ravel()) is not None
+    if array.shape[1] != width or extreme:
         what = (
-            f"inputs of shape {inputs.shape}"
-            if inputs.shape[1] != width
-            else "an input with NaN, or far from all others"
+            f"inputs of shape {array.shape}" if array.shape[1] != width else "an input with NaN, or far from all others"
         )
         raise ValueError(
             f"{user.path}: user {user.name!r} has {what}; this data set has {width} numbers each. Is it another one?"
         )
-    return torch.from_numpy(inputs)
+    return torch.from_numpy(array)

@@ -95,24 +95,22 @@ class ShakespeareDataModule(LEAFDataModule):
     def read(self) -> SiteSamples:
         if not self.root.is_file():
             return super().read()
-        text_by_role = roles_of(self.root)
-        kept = [
-            name for name in sort_clients(text_by_role) if len(text_by_role[name]) >= max(self.min_chars, LENGTH + 1)
-        ]
-        kept = sort_clients(sorted(kept, key=lambda name: -len(text_by_role[name]))[: self.largest])
-        if len(kept) < len(text_by_role):
+        texts = roles_of(self.root)
+        kept = [name for name in sort_clients(texts) if len(texts[name]) >= max(self.min_chars, LENGTH + 1)]
+        kept = sort_clients(sorted(kept, key=lambda name: -len(texts[name]))[: self.largest])
+        if len(kept) < len(texts):
             rank_zero_warn(
-                f"{self.root.name}: {len(text_by_role) - len(kept)} of {len(text_by_role)} roles are left out: they say less "
+                f"{self.root.name}: {len(texts) - len(kept)} of {len(texts)} roles are left out: they say less "
                 f"than min_chars={self.min_chars} characters, or are not among the largest.",
                 category=UserWarning,
             )
         if not kept:
             raise ValueError(f"{self.root}: no role says min_chars={self.min_chars} characters; use a smaller number.")
-        codes = torch.from_numpy(codes_of("".join(text_by_role[name] for name in kept), self.root))
+        codes = torch.from_numpy(codes_of("".join(texts[name] for name in kept), self.root))
         rows = {}
         start = 0
         for name in kept:
-            end = start + len(text_by_role[name])
+            end = start + len(texts[name])
             tested = end - int(self.test_fraction * (end - start))
             validated = tested - int(self.val_fraction * (tested - start))
             rows[name] = {

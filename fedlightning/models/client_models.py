@@ -62,16 +62,14 @@ class ClientModels(LightningModule):
                 raise ValueError(
                     f"ClientModels got a {type(module).__name__} as model '{name}'. Give a LightningModule for each name."
                 )
-        model_names = ", ".join(models)
+        names = ", ".join(models)
         if isinstance(assign, Mapping):
             assign = {str(client): model for client, model in assign.items()}
             for client, model in assign.items():
                 if model not in models:
-                    raise ValueError(
-                        f"ClientModels assigns client '{client}' the model {model!r}. There are: {model_names}."
-                    )
+                    raise ValueError(f"ClientModels assigns client '{client}' the model {model!r}. There are: {names}.")
         if server is not None and server not in models:
-            raise ValueError(f"ClientModels got server={server!r}. There are: {model_names}.")
+            raise ValueError(f"ClientModels got server={server!r}. There are: {names}.")
         if server is not None and len(models) == 1 and not isinstance(assign, Mapping):
             raise ValueError(f"ClientModels keeps its only model '{server}' for the server. Add one for the clients.")
         self.models = nn.ModuleDict(models)

@@ -78,9 +78,7 @@ class RegressionMetrics(Metric):
         prediction = dim_zero_cat(self.prediction).cpu().double()
         target = dim_zero_cat(self.target).cpu().double()
         mse = mean_squared_error(prediction.flatten(), target.flatten())
-        by_target = [
-            (r2(column, other), pearson(column, other)) for column, other in zip(prediction.T, target.T, strict=True)
-        ]
+        by_target = [(r2(out, other), pearson(out, other)) for out, other in zip(prediction.T, target.T, strict=True)]
         scores = {
             "loss": dim_zero_cat(self.losses).cpu().double().sum() / len(target),
             "mse": mse,

@@ -153,10 +153,8 @@ class DiceMetrics(Metric):
         """Add a batch."""
         rows = []
         for label in range(1, self.num_classes):
-            predicted_mask, true = (predicted == label).flatten(1), (target == label).flatten(1)
-            rows.append(
-                2 * (predicted_mask & true).sum(1).double() / (predicted_mask.sum(1) + true.sum(1))
-            )  # 0 / 0 is NaN
+            mask, true = (predicted == label).flatten(1), (target == label).flatten(1)
+            rows.append(2 * (mask & true).sum(1).double() / (mask.sum(1) + true.sum(1)))  # 0 / 0 is NaN
         self.dice.append(torch.stack(rows, dim=1))
         self.losses.append(loss.detach().double().expand(len(target)))
 

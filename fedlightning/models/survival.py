@@ -212,10 +212,7 @@ class SurvivalMetrics(Metric):
         """Return the scores over all samples since the last reset."""
         risk, time, event = (dim_zero_cat(part).cpu().double() for part in (self.risk, self.time, self.event))
         strata = dim_zero_cat(self.stratum).cpu()
-        parts = [
-            (risk[in_stratum], time[in_stratum], event[in_stratum])
-            for in_stratum in (strata == value for value in strata.unique())
-        ]
+        parts = [(risk[rows], time[rows], event[rows]) for rows in (strata == value for value in strata.unique())]
         counts = [concordance(*part) for part in parts]
         is_ranked = not bool(risk.isnan().any())
         enough = int(event.sum()) >= self.min_events and is_ranked

@@ -174,14 +174,10 @@ def held_values(model: nn.Module) -> dict[str, Any]:
     sent = set(model.state_dict(keep_vars=True))
     for path, module in model.named_modules():
         place = f"{path}." if path else ""
-        attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-        attributes |= {
-            name: value for name, value in module.named_buffers(recurse=False) if f"{place}{name}" not in sent
-        }
+        attrs = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        attrs |= {name: value for name, value in module.named_buffers(recurse=False) if f"{place}{name}" not in sent}
         contents |= {
-            f"model.{place}{name} (held)": content
-            for name, value in attributes.items()
-            if (content := _told(value)) is not None
+            f"model.{place}{name} (held)": text for name, value in attrs.items() if (text := _told(value)) is not None
         }
     return contents
 

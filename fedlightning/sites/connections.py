@@ -238,10 +238,10 @@ class Connections:
             return {"refused": f"{error}".rstrip(".")}
         if isinstance(content, dict) and isinstance(content.get("refused"), str):
             content["refused"] = printable(content["refused"], SENTENCE)
-        is_reply = isinstance(content, dict) and any(
+        is_valid = isinstance(content, dict) and any(
             name in content for name in ("answer", "refused", "unknown", "lost")
         )
-        if not is_reply or not isinstance(content.get("refused", ""), str):
+        if not is_valid or not isinstance(content.get("refused", ""), str):
             return {"refused": "its reply says nothing"}
         return {**content, "refused": content["refused"].rstrip(".")} if "refused" in content else content
 
@@ -307,12 +307,8 @@ class Connections:
     def _others(self, session: str, answer: Mapping[str, Any]) -> str | None:
         """Return why a site cannot come back with these data: the run has begun with others."""
         since, summaries = self.relied
-        earlier_summary = summaries.get(answer["name"]) if since == session else None
-        if (
-            earlier_summary is None
-            or answer.get("data") is None
-            or self._compared(answer["data"]) == self._compared(earlier_summary)
-        ):
+        before = summaries.get(answer["name"]) if since == session else None
+        if before is None or answer.get("data") is None or self._compared(answer["data"]) == self._compared(before):
             return None
         return (
             f"site '{answer['name']}' comes back with other clients or data than those with which it began this run, or with "
@@ -324,14 +320,11 @@ class Connections:
             return summary
         return replace(summary, splits={part: hashed for part, hashed in summary.splits.items() if part != CODE})
 
-    def _other_code(self, name: str, code_differences: Any) -> str | None:
+    def _other_code(self, name: str, differing: Any) -> str | None:
         """Return why a site cannot take part that has other code than this server, by its own account."""
-        if not code_differences:
+        if not differing:
             return None
-        some = printable(
-            "; ".join(map(str, code_differences[:5])) if isinstance(code_differences, list) else code_differences,
-            SENTENCE,
-        )
+        some = printable("; ".join(map(str, differing[:5])) if isinstance(differing, list) else differing, SENTENCE)
         if not self.allow_other_code:
             return (
                 f"site '{name}' has other code than the server ({some}): start the server with --allow_other_code true"

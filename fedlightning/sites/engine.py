@@ -240,9 +240,7 @@ class SitesEngine(Engine):
             summary_by_site = self._ask_all(
                 {"do": "describe", "leave_out": []},
                 lambda: {
-                    name: site_summary
-                    for name, (when, site_summary) in self.connections.summaries.items()
-                    if when == session
+                    name: summary for name, (when, summary) in self.connections.summaries.items() if when == session
                 },
             )
             summary = self._merge(summary_by_site)

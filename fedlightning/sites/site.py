@@ -314,25 +314,21 @@ class Site:
     def _leaves(self, runner: ClientRuntime) -> str:
         """Return what can leave this site's clients, in words."""
         sums = runner.data.wanted_statistics is not None
-        outgoing_texts = sorted(
-            {str(make_outgoing_filter(runner.blueprint, client)) for client in runner.data.client_ids}
-        )
+        outgoing = sorted({str(make_outgoing_filter(runner.blueprint, client)) for client in runner.data.client_ids})
         allowed = {
             "sums of training rows, once before round 1": sums,
             "the models": self._export,
             "the texts of errors": self.texts.allowed,
         }
-        return ", or ".join(outgoing_texts) + "".join(f"; {what}" for what, yes in allowed.items() if yes)
+        return ", or ".join(outgoing) + "".join(f"; {what}" for what, yes in allowed.items() if yes)
 
     def _told(self, summary: DataSummary, session: Session) -> DataSummary:
         return leaving(summary, self._key, self._data_code, session.public)
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
-        theirs, own_agreement = asked.get("agreement"), agreement(self._blueprint)
-        if isinstance(theirs, dict) and differences(
-            theirs, own_agreement
-        ):  # of another version, which may ask otherwise
-            changes = differences(theirs, _without_paths(own_agreement, theirs))
+        theirs, ours = asked.get("agreement"), agreement(self._blueprint)
+        if isinstance(theirs, dict) and differences(theirs, ours):  # of another version, which may ask otherwise
+            changes = differences(theirs, _without_paths(ours, theirs))
             raise RefusedError(
                 f"the server's configuration is not that of site '{self.name}' (the server's first): "
                 f"{'; '.join(changes[:5])}{f' and {len(changes) - 5} more' if len(changes) > 5 else ''}. Give both the same, "
@@ -369,7 +365,7 @@ class Site:
         make_room(self._folder, asked["run"], self._most_runs)
         codes = {"hashes of the code": [code.digest(self._code), self._data_code]}
         changed = refusal_of_changes(
-            runner, own_agreement | codes, self._key, self._folder / "configurations" / f"{asked['run']}.json"
+            runner, ours | codes, self._key, self._folder / "configurations" / f"{asked['run']}.json"
         )
         if changed is not None:
             raise RefusedError(changed)

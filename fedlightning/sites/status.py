@@ -195,10 +195,7 @@ def read(folder: Path) -> Status:
 
 def _made(kind: type[Made], content: Mapping[str, Any]) -> Made:
     """Return an object of one of the classes above from plain values, each of which must be what it should be."""
-    hints, values = (
-        get_type_hints(kind),
-        {field_of_kind.name: content.get(field_of_kind.name, MISSING) for field_of_kind in fields(kind)},
-    )  # type: ignore[arg-type]
+    hints, values = (get_type_hints(kind), {part.name: content.get(part.name, MISSING) for part in fields(kind)})  # type: ignore[arg-type]
     for name, value in values.items():
         if value is MISSING:
             raise UnreadableError(f"it has no '{name}'")

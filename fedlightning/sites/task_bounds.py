@@ -120,16 +120,14 @@ _OWN = when(
 
 
 def _state(here: Here, value: Mapping[str, Tensor]) -> str | None:
-    own_state = here.state()
+    state = here.state()
     for name, tensor in value.items():
-        if name not in own_state:
+        if name not in state:
             return f"the client's model has no '{name:.80}'"
-        own_tensor = own_state[name]
-        smaller = tensor.dim() == own_tensor.dim() and all(
-            a <= b for a, b in zip(tensor.shape, own_tensor.shape, strict=True)
-        )
-        if not smaller or tensor.is_floating_point() != own_tensor.is_floating_point():
-            model = f"{tuple(own_tensor.shape)} of {own_tensor.dtype}"
+        entry = state[name]
+        smaller = tensor.dim() == entry.dim() and all(a <= b for a, b in zip(tensor.shape, entry.shape, strict=True))
+        if not smaller or tensor.is_floating_point() != entry.is_floating_point():
+            model = f"{tuple(entry.shape)} of {entry.dtype}"
             return f"'{name}' is {tuple(tensor.shape)} of {tensor.dtype}, and the model's is {model}"
     return None
 
@@ -177,14 +175,12 @@ def _extras(here: Here, value: Mapping[str, Any]) -> str | None:
 
 def _model(here: Here, value: ServerModel) -> str | None:
     try:
-        own_state = here.state(value.owner)
+        state = here.state(value.owner)
     except (AttributeError, KeyError):
         return "no architecture of this site has such a model"
     shapes = {name: tensor.shape for name, tensor in value.state.items()}
     return (
-        None
-        if shapes == {name: tensor.shape for name, tensor in own_state.items()}
-        else "its entries are not that model's"
+        None if shapes == {name: tensor.shape for name, tensor in state.items()} else "its entries are not that model's"
     )
 
 
@@ -234,8 +230,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "shared": when(lambda here, value: value is None or len(value) <= NAMES, "it has too many entries"),
         "known": when(
             lambda here, value: all(
-                split in SPLITS and data == LOCAL and len(columns[0]) <= NAMES
-                for (split, data), columns in value.items()
+                split in SPLITS and data == LOCAL and len(table[0]) <= NAMES for (split, data), table in value.items()
             ),
             "scores are known by split, on the clients' own data",
         ),

@@ -94,7 +94,7 @@ class Side:
 class JointLoss(Protocol):
     """Makes the loss to minimise out of what both modules gave. It is copied and pickled with the module."""
 
-    def __call__(self, own_side: Side, shared: Side, project: nn.Module | None, /) -> Tensor: ...
+    def __call__(self, local: Side, shared: Side, project: nn.Module | None, /) -> Tensor: ...
 
 
 @dataclass
@@ -119,10 +119,8 @@ class PairMixin(Mixin):
         shared = shared_of(self)
         if name == "configure_optimizers":
             with _apart(self):
-                own_configured = call(*args, **kwargs)
-            return one_optimizer(
-                self, own_configured, shared, shared.configure_optimizers(), self._modules.get(PROJECTION)
-            )
+                configured = call(*args, **kwargs)
+            return one_optimizer(self, configured, shared, shared.configure_optimizers(), self._modules.get(PROJECTION))
         parts = self.pair_parts
         with ExitStack() as stack:
             tap = stack.enter_context(_HeadTap(self, parts.head))
@@ -131,18 +129,18 @@ class PairMixin(Mixin):
             loss = output.get("loss") if isinstance(output, dict) else output
             if not isinstance(loss, Tensor):  # a skipped batch
                 return output
-            own_side = tap.side(loss)
+            local = tap.side(loss)
         with _HeadTap(shared, parts.shared_head) as tap, _teaching(shared, parts.frozen == "shared"):
             batch, batch_idx = (*args, *kwargs.values(), 0)[:2]
             theirs = tap.side(_loss_of(shared, batch, batch_idx))
-        if own_side.logits.shape != theirs.logits.shape:
+        if local.logits.shape != theirs.logits.shape:
             raise ValueError(
-                f"`{parts.head}` of {user_class(self).__name__} gives logits {tuple(own_side.logits.shape)}, and "
+                f"`{parts.head}` of {user_class(self).__name__} gives logits {tuple(local.logits.shape)}, and "
                 f"`{parts.shared_head}` of the shared {user_class(shared).__name__} {tuple(theirs.logits.shape)}: both "
                 "must have a row for each sample and the same classes. Set head=... and shared_head=... to the layers that "
                 "give the logits."
             )
-        total = parts.loss(own_side, theirs, self._modules.get(PROJECTION))
+        total = parts.loss(local, theirs, self._modules.get(PROJECTION))
         return {**output, "loss": total} if isinstance(output, dict) else total
 
     def configure_gradient_clipping(
@@ -251,9 +249,9 @@ def sides_of(module: LightningModule, batch: Any) -> tuple[Side, Side]:
     parts: _Pair = vars(module)["pair_parts"]
     sides: list[tuple[Side, Side]] = []
 
-    def keep(own_side: Side, shared: Side, project: nn.Module | None) -> Tensor:
-        sides.append((own_side, shared))
-        return own_side.loss
+    def keep(local: Side, shared: Side, project: nn.Module | None) -> Tensor:
+        sides.append((local, shared))
+        return local.loss
 
     vars(module)["pair_parts"] = replace(parts, loss=keep)
     try:

@@ -71,12 +71,10 @@ def add(folder: Path, sites: Sequence[str]) -> list[Path]:
     """Make the keys of further sites beside those that `make` has made; return their folders."""
     from cryptography.hazmat.primitives.asymmetric import ed25519
 
-    server_folder = folder / "server"
-    ca, sign = needed(server_folder, (CA, SIGN))
+    home = folder / "server"
+    ca, sign = needed(home, (CA, SIGN))
     _check(sites)
-    for path in (
-        path for site in sites for path in (folder / site, server_folder / "sites" / f"{site}.pub") if path.exists()
-    ):
+    for path in (path for site in sites for path in (folder / site, home / "sites" / f"{site}.pub") if path.exists()):
         raise ConfigurationError(
             f"{path} is there already. Choose another name, or remove it and the site's other files: its key gets lost."
         )

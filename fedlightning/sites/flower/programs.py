@@ -63,9 +63,9 @@ def prepare(home: Path) -> None:
 def reach_directly(*hosts: str) -> None:
     """Let no proxy come between programs of this machine: Flower's clients go by the environment."""
     before = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    direct_hosts = [host for host in before.split(",") if host.strip()]
+    direct = [host for host in before.split(",") if host.strip()]
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(
-        [*direct_hosts, *(host for host in hosts if host not in direct_hosts)]
+        [*direct, *(host for host in hosts if host not in direct)]
     )
 
 
@@ -181,18 +181,18 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def superlink(home: Path, host: str, port: int, key_folder: Path | None, sites: int) -> Iterator[Any]:
+def superlink(home: Path, host: str, port: int, certs: Path | None, sites: int) -> Iterator[Any]:
     """Run a SuperLink inside the block, and give the connection to its sites."""
     path, secret = secret_file(home)
-    keys = None if key_folder is None else key_folder / "sites"
+    keys = None if certs is None else certs / "sites"
     words = [str(path), "" if keys is None else str(keys), "--host", host, "--port", str(port)]
     words += ["--database", ":flwr-in-memory:"]  # nothing that went through it is left, nor is a site unknown for ever
     words += ["--isolation", "process", "--superexec-auth-secret-file", str(path)]
     words += ["--disable-runtime-dependency-installation"]
-    if key_folder is None:
+    if certs is None:
         words += ["--insecure"]
     else:
-        ca, certificate, key = files.needed(key_folder, (files.CA, files.SERVER, files.KEY))
+        ca, certificate, key = files.needed(certs, (files.CA, files.SERVER, files.KEY))
         words += ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
         words += ["--enable-supernode-auth"]
     local = itself(host)
@@ -202,14 +202,12 @@ def superlink(home: Path, host: str, port: int, key_folder: Path | None, sites: 
         lives = stack.enter_context(running("flower-superlink", words, port, home / "superlink.log", host, by))
         from fedlightning.sites.flower import connection, server, signatures
 
-        address = connection.Address(
-            f"{local}:{port}", None if key_folder is None else str(key_folder / files.CA), secret
-        )
-        if keys is None or key_folder is None:
+        address = connection.Address(f"{local}:{port}", None if certs is None else str(certs / files.CA), secret)
+        if keys is None or certs is None:
             link = server.FlowerLink(address, sites, lives=lives)
         else:
             allowed = server.register(address, keys)
-            sign = signatures.signer(key_folder / files.SIGN, signatures.begin(home / "began"))
+            sign = signatures.signer(certs / files.SIGN, signatures.begin(home / "began"))
             link = server.FlowerLink(address, sites, allowed, sign, lives)
         stack.callback(link.close)
         yield link
@@ -217,22 +215,17 @@ def superlink(home: Path, host: str, port: int, key_folder: Path | None, sites: 
 
 @contextmanager
 def supernode(
-    home: Path, place: str, key_folder: Path | None, name: str = "", refused: Callable[[str], None] = print
+    home: Path, place: str, certs: Path | None, name: str = "", refused: Callable[[str], None] = print
 ) -> Iterator[Any]:
     """Run a SuperNode inside the block, and give what answers its messages with a site."""
     path, secret = secret_file(home)
     port = free_port()
     words = ["--superlink", place, "--port", str(port), "--isolation", "process"]
     words += ["--superexec-auth-secret-file", str(path)]
-    if key_folder is None:
+    if certs is None:
         words += ["--insecure"]
     else:
-        words += [
-            "--root-certificates",
-            str(key_folder / files.CA),
-            "--auth-supernode-private-key",
-            str(key_folder / files.SITE),
-        ]
+        words += ["--root-certificates", str(certs / files.CA), "--auth-supernode-private-key", str(certs / files.SITE)]
     with running("flower-supernode", words, port, home / "supernode.log") as lives:
         from fedlightning.sites.flower import connection, node, signatures
 
@@ -240,9 +233,9 @@ def supernode(
 
         def answer_all(answer: Answer, beside: Callable[[], bool]) -> None:
             verified_answer = answer
-            if key_folder is not None:
+            if certs is not None:
                 heard = signatures.Heard(home / "heard")
-                verified_answer = signatures.verified(answer, key_folder / files.SIGNED, name, heard, refused)
+                verified_answer = signatures.verified(answer, certs / files.SIGNED, name, heard, refused)
             node.serve_site(address, verified_answer, lambda: beside() and lives())
 
         yield answer_all
