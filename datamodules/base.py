@@ -266,7 +266,7 @@ def clients_here(owner: object, argument: str, wanted: Sequence[str] | None, cli
 
     Example:
         >>> from fedlightning.datamodules.base import clients_here
-        >>> clients_here("Hearts", "hospitals", ["va", "cleveland"], known=("cleveland", "va", "zurich"))
+        >>> clients_here("Hearts", "hospitals", ["va", "cleveland"], clients=("cleveland", "va", "zurich"))
         ['cleveland', 'va']
     """
     names = list(clients if wanted is None else map(str, wanted))

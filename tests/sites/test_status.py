@@ -46,7 +46,7 @@ def test_what_a_server_shows_while_a_run_goes_on(tmp_path):
     """At a visit of round 2 the file has both sites, what they do, and the failure of round 1."""
     line, said, seen = Line(sites(tmp_path / "sites")), [], []
     failures = [{"client": "site1"}, {"client": "site1"}, {"client": "site0"}]
-    own = log(tmp_path, said, run=lambda: Run("runs/x", 1, 2, failures), known=["basel", NAMES[0]])
+    own = log(tmp_path, said, run=lambda: Run("runs/x", 1, 2, failures), site_names=["basel", NAMES[0]])
 
     def watched(name, data):
         if any(round == 1 for round, _ in updates_of(data)):
