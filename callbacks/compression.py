@@ -43,7 +43,7 @@ class _ChangeCodec(UpdateCodec):
         return super().facts.extend(needs=[WITH_A_SERVER], requires=[travels], asynchronous=False)
 
     def encode(self, client: Client, update: Update) -> None:
-        """Put the code in the place of the entries.
+        """Put the code in place of the entries.
 
         Raises:
             ValueError: If an entry goes back that did not come.
@@ -105,7 +105,7 @@ def _part(code: Any, name: str, dtype: torch.dtype, size: int | None = None) -> 
     vector: Any = code.get(name) if isinstance(code, Mapping) else None
     fits = isinstance(vector, Tensor) and vector.dtype == dtype and vector.dim() == 1
     if not fits or (size is not None and len(vector) != size) or not bool(torch.isfinite(vector.double()).all()):
-        raise ValueError(f"its '{name}' is no vector of {'' if size is None else f'{size} '}finite {dtype} numbers")
+        raise ValueError(f"its '{name}' is not a vector of {'' if size is None else f'{size} '}finite {dtype} numbers")
     assert isinstance(vector, Tensor)
     return vector
 
@@ -123,7 +123,7 @@ class TopK(_ChangeCodec):
 
     * Client: ``p = (w_i - w) + e_i``; the ``k`` elements of largest magnitude go up with their places, 8 bytes each; the
       rest is kept: ``e_i = p - sent``, of several models that a client may choose from one each.
-    * Server: ``w + sent`` in the place of ``w_i``, in whatever follows.
+    * Server: ``w + sent`` instead of ``w_i``, in whatever follows.
 
     What was left out of an update that did not arrive is not sent again. It is biased; with memory the sum of all that a
     client sends is the sum of its changes but for the last memory.

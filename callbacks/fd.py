@@ -46,7 +46,7 @@ class FD(SharesPredictions):
 
     With `gamma=0`, or one client, it is local training. The paper's "logit vectors" are outputs after the softmax.
     HtFLlib's code averages raw logits over all clients, the client's own too, and takes them as targets of the cross
-    entropy though they are no distribution; here `exchange="logits"` puts the softmax on the mean, and `loo=False` keeps
+    entropy though they are not a distribution; here `exchange="logits"` puts the softmax on the mean, and `loo=False` keeps
     the client's own. One logit is read as that of class 1 beside 0 for class 0.
 
     Args:

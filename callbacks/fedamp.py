@@ -226,7 +226,7 @@ class FedAMP(KeepsClientModels):
         return {j: 1.0 - sum(row.values()) if j == client else row[j] for j in models}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """Send ``u_i`` in the place of a global model, and the strength of the pull."""
+        """Send ``u_i`` instead of a global model, and the strength of the pull."""
         message.extras[self.key] = {"pull": self.lam / self.step_size(server)}
         if job.client in server.clients:
             models = {client: select(state, message.state) for client, state in self.models(server).items()}

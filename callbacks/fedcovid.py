@@ -120,7 +120,7 @@ class FedCovid(FederatedCallback):
         return super().claims(role) and needed.get(role, True)
 
     def check(self, setup: Setup) -> None:
-        """Refuse a head whose input cannot be read, labels that are no classes, and a class that is no output."""
+        """Refuse a head whose input cannot be read, labels that are not classes, and a class that is not an output."""
         if not self.claims("training_loss"):
             return
         features = features_at_start(setup, self.feature_taps, self.key)

@@ -61,7 +61,7 @@ class FedDyn(ServerModels):
         alpha: Strength of the regulariser. Default 0.1; the paper tunes it in {0.1, 0.01, 0.001}. SGD needs
             ``eta alpha < 2``.
         size_scaled: Give client ``k`` the strength ``alpha (n/N) / n_k``, so that larger clients are pulled less (the
-            authors' code). ``h`` adds up changes as before, so that it is no mean of the ``g_k`` then. Default: one
+            authors' code). ``h`` adds up changes as before, so that it is not a mean of the ``g_k`` then. Default: one
             strength for all (the paper).
         report: Model that is scored, selected and exported: ``"model"`` is ``theta`` (default), ``"average"`` is
             ``theta + h / alpha``, the mean of the participants' last models, which is less noisy in early rounds. Training

@@ -110,7 +110,7 @@ class FedFomo(KeepsClientModels):
         return shuffled[: self.num_models]
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """Send M models of others in the place of a global one."""
+        """Send M models of others instead of a global one."""
         if job.client not in server.clients:
             return
         chosen = self.candidates(server, job.client, explore=job.work != 0)
@@ -182,7 +182,7 @@ class FedFomo(KeepsClientModels):
 
 
 def score(own_loss: float, loss: float, length: float) -> float:
-    """Return ``(L_i(th_i) - L_i(th_n)) / ||th_n - th_i||``; 0 for the same model and for losses that are no numbers.
+    """Return ``(L_i(th_i) - L_i(th_n)) / ||th_n - th_i||``; 0 for the same model and for losses that are not numbers.
 
     Example:
         >>> score(1.0, 0.5, 2.0), score(1.0, float("nan"), 2.0)

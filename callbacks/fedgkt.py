@@ -58,7 +58,7 @@ class FedGKT(SharesPredictions):
     He, Annavaram, Avestimehr, "Group knowledge transfer: federated learning of large CNNs at the edge", NeurIPS 2020.
 
     **Privacy: the features, the logits and the label of every training sample leave the client, in every round.** From
-    features inputs can often be reconstructed. The server never sees inputs, but this is no method for data that may not
+    features inputs can often be reconstructed. The server never sees inputs, but this is not a method for data that may not
     leave.
 
     * Client: `loss = CE(z_c, y) + alpha T^2 KL(softmax(z_s / T) || softmax(z_c / T))`, where `z_s` are the server's logits of
@@ -125,7 +125,7 @@ class FedGKT(SharesPredictions):
         return super().claims(role) and not unused.get(role, False)
 
     def check(self, setup: Setup) -> None:
-        """Refuse tasks that are no classification by cross entropy, and samples that differ from one reading to the next.
+        """Refuse tasks that are not classification by cross entropy, and samples that differ from one reading to the next.
 
         Raises:
             ValueError: If a batch has no labels, `forward` gives no logits of the head, `training_step` is not their cross

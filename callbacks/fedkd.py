@@ -85,7 +85,7 @@ class FedKD(SharedPeer):
         weighting: `"uniform"` (authors' code), `"samples"` or `"log"`.
 
     Raises:
-        ValueError: If `strength` is negative, a share is outside (0, 1], or `shared` is no LightningModule.
+        ValueError: If `strength` is negative, a share is outside (0, 1], or `shared` is not a LightningModule.
 
     Example:
         >>> import torch

@@ -56,7 +56,7 @@ class FedKEMF(SharedPeer):
         weighting: Weights of the mean that the student begins with: `"samples"`, `"uniform"` or `"log"`.
 
     Raises:
-        ValueError: If `ensemble` is unknown, a number is out of range, or `shared` is no LightningModule.
+        ValueError: If `ensemble` is unknown, a number is out of range, or `shared` is not a LightningModule.
 
     Example:
         >>> import torch

@@ -58,7 +58,7 @@ class FedLAMA(ServerModels):
         weighting: Weights of the clients in the mean and in `d`: `"samples"` or `"uniform"`.
 
     Raises:
-        ValueError: If an interval is no whole number from 1 on, or `cut` is unknown.
+        ValueError: If an interval is not a whole number from 1 on, or `cut` is unknown.
 
     Example:
         >>> from fedlightning.callbacks import FedLAMA

@@ -103,7 +103,7 @@ class FedRoD(ServerModels):
         """Put a personal head into the generic one, whose forward does not use it.
 
         Raises:
-            ValueError: If there is no such head, or it is no plain linear layer of its own.
+            ValueError: If there is no such head, or it is not a plain linear layer of its own.
         """
         path = head_path(module, self.head)
         head = find_submodule(module, path)

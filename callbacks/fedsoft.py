@@ -196,7 +196,7 @@ class FedSoft(Clusters):
 
     # -- client --------------------------------------------------------------------------------------------------------
     def on_receive(self, client: Client, message: Message) -> None:
-        """Go on from the client's own model. What was sent is no anchor: only the centres pull.
+        """Go on from the client's own model. What was sent is not an anchor: only the centres pull.
 
         A client that takes no part in training has no model of its own: it uses the centre that fits most of its samples.
         """

@@ -163,7 +163,7 @@ class FedType(SharedPeer):
         weighting: `"samples"`, `"uniform"` or `"log"`.
 
     Raises:
-        ValueError: If a number is out of range, `deploy` is unknown, or `shared` is no LightningModule.
+        ValueError: If a number is out of range, `deploy` is unknown, or `shared` is not a LightningModule.
 
     Example:
         >>> from fedlightning.callbacks import FedType

@@ -81,7 +81,7 @@ def matched(state: State, reference: State, cuts: Sequence[Cut]) -> State:
 
 
 def squares(state: State, reference: State) -> float:
-    """Return the squared distance over all entries that are no integers."""
+    """Return the squared distance over all entries that are not integers."""
     return sum(
         float((widen(value) - widen(reference[name])).square().sum())
         for name, value in state.items()

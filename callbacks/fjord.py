@@ -60,7 +60,7 @@ class FjORD(PartialTraining):
         weighting: Weights of the clients: `"samples"` (paper) or `"uniform"`.
 
     Raises:
-        ValueError: If a width is outside (0, 1], a rate is no width, `alpha` or `temperature` are out of range, or `head`
+        ValueError: If a width is outside (0, 1], a rate is not a width, `alpha` or `temperature` are out of range, or `head`
             names several layers.
 
     Example:

@@ -288,8 +288,8 @@ class FLDE(FederatedCallback):
             )
         if self.mix == "probabilities" and not _are_logits(loss, outputs[0], targets_in(batch)):
             raise ValueError(
-                f"{self.key} mixes probabilities of classes, and the loss of {name} is no cross entropy over dimension 1 of "
-                f"what forward gives, {tuple(outputs[0].shape)}. Use mix='outputs' for regression, or give logits."
+                f"{self.key} mixes probabilities of classes, and the loss of {name} is not a cross entropy over dimension 1 "
+                f"of what forward gives, {tuple(outputs[0].shape)}. Use mix='outputs' for regression, or give logits."
             )
 
     # -- one visit -----------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class FML(SharedPeer):
         weighting: `"uniform"` (paper), `"samples"` or `"log"`.
 
     Raises:
-        ValueError: If `alpha` or `beta` is outside [0, 1], or `shared` is no LightningModule.
+        ValueError: If `alpha` or `beta` is outside [0, 1], or `shared` is not a LightningModule.
 
     Example:
         >>> from fedlightning.callbacks import FML

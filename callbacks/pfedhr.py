@@ -275,9 +275,9 @@ class pFedHR(SharesPredictions):
         """Refuse missing public data, networks that cannot be taken apart, and callbacks on a model that travels.
 
         Raises:
-            ValueError: If public data are missing, have no labels where `labels=True`, or inputs that are no numbers to
-                calculate with; if `forward` gives no logits; if a network is no chain of layers and has no `blocks()`. Also
-                if another callback works on a model that travels, or keeps something beside one.
+            ValueError: If public data are missing, have no labels where `labels=True`, or inputs that are not numbers to
+                calculate with; if `forward` gives no logits; if a network is not a chain of layers and has no `blocks()`.
+                Also if another callback works on a model that travels, or keeps something beside one.
         """
         features_at_start(setup, self.feature_taps, self.key)
         x = inputs_of(probes.move_batch(setup.module, setup.public.batch()), self.key)

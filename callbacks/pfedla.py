@@ -161,7 +161,7 @@ class pFedLA(KeepsClientModels):
         return mixed
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """Send ``thbar_i`` in the place of a global model."""
+        """Send ``thbar_i`` instead of a global model."""
         if job.client in server.clients:
             message.state = select(self.personalised(server, job.client, self.models(server)), message.state)
 

@@ -56,7 +56,7 @@ class QFedAvg(FederatedCallback):
     * Deployed: the global model `w`.
 
     `L` is 1 over the learning rate: the mean over all steps of the round, so that schedules are followed. With momentum or
-    Adam a change is no sum of gradients times it; a warning says so. Steps get shorter with `q`: one client alone moves by
+    Adam a change is not a sum of gradients times it; a warning says so. Steps get shorter with `q`: one client alone moves by
     `F / (F + q eta ||dw||^2)` of its change, and by less the more steps its visit has. On digits over ten clients
     (ten rounds of about 18 steps, three seeds) accuracy is 0.877 at `q = 0`, 0.872 at 0.01, 0.794 at 0.1 and 0.405 at 1;
     with `lipschitz = 1 / (lr * steps)` it is 0.872 at 0.1 and 0.853 at 1.

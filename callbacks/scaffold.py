@@ -55,7 +55,7 @@ class SCAFFOLD(FederatedCallback):
     * Deployed: the global model ``x``.
 
     Args:
-        option: 1 or 2 (default). Option II needs SGD, with or without momentum. With Adam ``x - y`` is no sum of
+        option: 1 or 2 (default). Option II needs SGD, with or without momentum. With Adam ``x - y`` is not a sum of
             gradients, and with a momentum that goes on from visit to visit it holds gradients of earlier corrections:
             both are refused, and option I takes any optimizer.
         server_lr: Server learning rate ``eta_s``. Default 1 (paper).

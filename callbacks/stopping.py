@@ -30,7 +30,7 @@ class FederatedEarlyStopping(ModelSelection):
     """End the federation when the clients' validation scores have not improved for `patience` evaluations.
 
     Scores are compared client by client with those of the best evaluation so far, over the clients that have both: one
-    that could not be scored, or whose metric is undefined, changes no mean. An infinite or NaN loss is no improvement.
+    that could not be scored, or whose metric is undefined, changes no mean. An infinite or NaN loss is not an improvement.
     One more round follows, so that it is known to be the last: methods that treat their last round in another way, test
     scores of stage L2 and jobs in flight are as in any run. Terminal, `summary.json` and report say why it ended. What is
     exported is what checkpoint callbacks have kept (`LocalCheckpoint`, `GlobalCheckpoint`):

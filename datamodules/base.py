@@ -245,7 +245,7 @@ class FederatedDataModule(LightningDataModule, ABC):
 
 
 def whole_signature(kind: type) -> inspect.Signature:
-    """Return the arguments of a class, with those of its base in the place of `**options`.
+    """Return the arguments of a class, with those of its base instead of `**options`.
 
     Example:
         >>> from fedlightning.datamodules import DigitsDataModule
@@ -288,7 +288,7 @@ def refuse_drift(owner: object, source: object) -> None:
 
 
 def check_split(split: str) -> None:
-    """Refuse what is no split."""
+    """Refuse what is not a split."""
     if split not in SPLITS:
         raise ValueError(f"There is no split {split!r}; the splits are 'train', 'val' and 'test'.")
 

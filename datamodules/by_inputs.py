@@ -228,7 +228,7 @@ def input_separation(data: FederatedDataModule, split: str = "train", most: int 
         most: Samples that are read.
 
     Returns:
-        Both shares, or `None` where inputs are no tensors of floats of one shape or too large to compare, or where
+        Both shares, or `None` where inputs are not tensors of floats of one shape or too large to compare, or where
         clients are made when they are asked for.
 
     Example:
@@ -263,6 +263,6 @@ def input_separation(data: FederatedDataModule, split: str = "train", most: int 
 
 
 def _input(sample: Any) -> Tensor | None:
-    """Return the input of a sample, or `None` if it is no tensor of floats."""
+    """Return the input of a sample, or `None` if it is not a tensor of floats."""
     x = sample[0] if isinstance(sample, tuple | list) and sample else sample
     return x if isinstance(x, Tensor) and x.is_floating_point() else None

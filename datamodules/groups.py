@@ -40,7 +40,7 @@ def is_cheap(dataset: Any, count: int) -> bool:
 
 
 def digests(dataset: Any, positions: np.ndarray, collate: Callable[[Any], Any]) -> list[bytes] | None:
-    """Return a hash of the inputs of each sample, without labels; `None` if they are no tensors.
+    """Return a hash of the inputs of each sample, without labels; `None` if they are not tensors.
 
     Example:
         >>> import numpy as np, torch
@@ -80,7 +80,7 @@ def _rows(inputs: Any, size: int) -> list[bytes] | None:
 
 
 def content_hash(dataset: Any, collate: Callable[[Any], Any], most: int = 64) -> str | None:
-    """Return a short hash of what a dataset holds; `None` if that is no tensors, or different at every look.
+    """Return a short hash of what a dataset holds; `None` if that is not tensors, or different at every look.
 
     Data in memory are read whole, others at `most` positions spread over them.
 

@@ -130,7 +130,9 @@ def _numbers_up_to(path: Path, most: int, what: str) -> np.ndarray:
     values = read_numbers(path, 1)[:, 0]
     wrong = np.flatnonzero(~np.isin(values, range(1, most + 1)))
     if len(wrong):
-        raise ValueError(f"{path}, line {wrong[0] + 1}: {values[wrong[0]]:g} is no {what} 1 ... {most}.")
+        raise ValueError(
+            f"{path}, line {wrong[0] + 1}: {values[wrong[0]]:g} is not one of the {what} numbers 1 ... {most}."
+        )
     return values.astype(np.int64)
 
 
@@ -273,10 +275,10 @@ class KUHARDataModule(NaturalSites):
             for path in sorted(folder.glob("*.csv")):
                 if not _FILE.fullmatch(path.name):
                     raise ValueError(
-                        f"{path} is no recording by its name, such as 1001_A_1.csv (subject, kind, number)."
+                        f"{path} is not a recording by its name, such as 1001_A_1.csv (subject, kind, number)."
                     )
                 if activity >= len(KU_ACTIVITIES):
-                    raise ValueError(f"{folder} is no activity 0 ... {len(KU_ACTIVITIES) - 1}.")
+                    raise ValueError(f"{folder} is not an activity 0 ... {len(KU_ACTIVITIES) - 1}.")
                 recordings.append((activity, path))
         return sorted(recordings)
 

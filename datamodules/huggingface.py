@@ -57,7 +57,7 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
     Raises:
         ValueError: If not exactly one of `client` and `partitioner` is given; from `setup`, if a column is missing or has
             gaps, or texts have no `transform`.
-        FileNotFoundError: From `setup`, if `source` is no saved folder and `download` is off.
+        FileNotFoundError: From `setup`, if `source` is not a saved folder and `download` is off.
 
     Example:
         >>> import datasets
@@ -158,12 +158,12 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
         if isinstance(source, str | Path):
             saved = any(Path(source, name).is_file() for name in ("dataset_dict.json", "state.json"))
             if saved:
-                source = read(f"{source} is no data set that can be read", datasets.load_from_disk, str(source))
+                source = read(f"{source} is not a data set that can be read", datasets.load_from_disk, str(source))
             elif self.download:
                 source = datasets.load_dataset(str(source), self.name)
             else:
                 raise FileNotFoundError(
-                    f"{source} is no folder of Dataset.save_to_disk. Write one (datasets.load_dataset(...).save_to_disk("
+                    f"{source} is not a folder of Dataset.save_to_disk. Write one (datasets.load_dataset(...).save_to_disk("
                     "folder)), or let load_dataset get it by download=True."
                 )
         if isinstance(source, datasets.Dataset):

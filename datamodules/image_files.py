@@ -71,7 +71,7 @@ class ImageFiles(FileSamples):
         crop: Resize the shorter side and keep the middle, instead of changing the shape of the image.
 
     Raises:
-        ValueError: From an access, if a file is no image; the message names it.
+        ValueError: From an access, if a file is not an image; the message names it.
 
     Example:
         >>> from pathlib import Path

@@ -48,7 +48,8 @@ class ImageFolderDataModule(NaturalSites):
         options: The other arguments of `IndexedFederatedDataModule`, by name.
 
     Raises:
-        ValueError: If a number is out of its range; from `setup`, if a file is no image by its name or matches no `group`.
+        ValueError: If a number is out of its range; from `setup`, if a file is not an image by its name or matches no
+            `group`.
 
     Example:
         >>> from pathlib import Path
@@ -169,7 +170,7 @@ def _images(folder: Path) -> dict[str, list[tuple[str, Path]]]:
                 if path.name.startswith(".") or path.name.lower() in _IGNORED:
                     continue
                 if path.suffix.lower() not in SUFFIXES:
-                    raise ValueError(f"{path} is no image by its name; move it away, or give it its suffix.")
+                    raise ValueError(f"{path} is not an image by its name; move it away, or give it its suffix.")
                 images_by_split[split].append((kind.name, path))
     if not images_by_split["train"]:
         raise ValueError(f"{folder} has no images in folders of classes; write root/<client>/<class>/<image>.")

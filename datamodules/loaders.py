@@ -44,7 +44,7 @@ class LoaderDataModule(FederatedDataModule):
 
     Raises:
         ValueError: If there is no client, a validation or test loader of a client without a training loader, or
-            something that is no single loader with a known number of samples.
+            something that is not a single loader with a known number of samples.
 
     Example:
         >>> import torch

@@ -163,7 +163,7 @@ class GroupPlan(Plan):
         strange = sorted(set(keys.tolist()) - set(self.groups), key=str)
         if strange:
             raise ValueError(
-                f"NaturalPartitioner: groups {strange[:5]} have no training samples and so are no clients; remove "
+                f"NaturalPartitioner: groups {strange[:5]} have no training samples and so are not clients; remove "
                 "their samples from the other splits."
             )
         return [np.flatnonzero(keys == group).astype(np.int64) for group in self.groups]

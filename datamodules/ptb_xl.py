@@ -127,7 +127,7 @@ class PTBXLDataModule(NaturalSites):
                 codes = {str(code): float(value) for code, value in ast.literal_eval(cell).items()}
             except Exception as error:  # of a damaged cell come many kinds
                 raise ValueError(
-                    f"{source}, sample {row + 1}: scp_codes {cell[:40]!r} is no table of statements."
+                    f"{source}, sample {row + 1}: scp_codes {cell[:40]!r} is not a table of statements."
                 ) from error
             unknown = next((code for code in codes if code not in kinds), None)
             if unknown is not None:

@@ -119,7 +119,7 @@ def without_labels(batch: Any) -> Any:
 
 
 def has_positions(loader: Any) -> bool:
-    """Return True if samples have positions: not those of a stream, of ready batches, and of what is no `DataLoader`.
+    """Return True if samples have positions: not those of a stream, of ready batches, and of what is not a `DataLoader`.
 
     Example:
         >>> from torch.utils.data import DataLoader

@@ -52,7 +52,7 @@ def read_idx(path: Path, dimensions: int, most: Sequence[int] | None = None) -> 
             head = file.read(begin)
             if len(head) < begin or head[:4] != bytes([0, 0, 8, dimensions]):
                 raise ValueError(
-                    f"{path} is no idx file of unsigned bytes in {dimensions} dimensions (it begins with "
+                    f"{path} is not an idx file of unsigned bytes in {dimensions} dimensions (it begins with "
                     f"{head[:4].hex() or 'nothing'}, expected 000008{dimensions:02x}); {again}."
                 )
             shape = tuple(np.frombuffer(head, ">u4", dimensions, offset=4).tolist())
@@ -61,7 +61,7 @@ def read_idx(path: Path, dimensions: int, most: Sequence[int] | None = None) -> 
             if any(a > b for a, b in zip(shape, most, strict=True)) if most is not None else expected > LARGEST_IDX:
                 bound = " x ".join(map(str, most)) if most is not None else f"{LARGEST_IDX} bytes"
                 raise ValueError(
-                    f"{path} is no file of this data set: {header_text}, and it can have {bound} at most; {again}."
+                    f"{path} is not a file of this data set: {header_text}, and it can have {bound} at most; {again}."
                 )
             if expected > size * GZIP_RATIO if packed else expected != size - begin:
                 has = f"{size} bytes of gzip cannot hold them" if packed else f"it has {size - begin}"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 COLUMNS = ("split", "client", "samples", "total_variation")
-"""Columns of a table of clients that are no classes."""
+"""Columns of a table of clients that are not classes."""
 
 
 @dataclass
@@ -271,7 +271,7 @@ class Duplicates:
 def find_duplicates(data: FederatedDataModule, most: int = 200_000) -> Duplicates | None:
     """Find samples with equal inputs in training and other data, and at two clients.
 
-    A score on a test image that was trained on is too good, and a patient who is at two hospitals is no independent
+    A score on a test image that was trained on is too good, and a patient who is at two hospitals is not an independent
     sample of either. Rows of a small table may be equal by chance. Inputs are compared by their hash, targets are not.
 
     Args:
@@ -279,7 +279,7 @@ def find_duplicates(data: FederatedDataModule, most: int = 200_000) -> Duplicate
         most: Samples that are read at most; with more of them nothing is compared.
 
     Returns:
-        What was found, or `None` where there are more samples, inputs are no tensors or wait for statistics of all clients,
+        What was found, or `None` where there are more samples, inputs are not tensors or wait for statistics of all clients,
         or clients are made when they are asked for.
 
     Example:
@@ -324,7 +324,7 @@ def find_duplicates(data: FederatedDataModule, most: int = 200_000) -> Duplicate
 def _hashes(
     data: IndexedFederatedDataModule, client: str, split: str, hash_by_position: dict[tuple[int, int], bytes | None]
 ) -> Iterator[bytes | None]:
-    """Yield the hash of each input of a client's split; `None` for one that is no tensor."""
+    """Yield the hash of each input of a client's split; `None` for one that is not a tensor."""
     loader = data.client_dataloader(client, split)
     view: Any = getattr(loader, "dataset", ())
     for row, index in zip(range(len(view)), getattr(view, "indices", ()), strict=True):
@@ -485,7 +485,7 @@ LINES = 40
 
 
 def plot_images(data: FederatedDataModule, split: str = "train", most: int = 8) -> Figure | None:
-    """Return the first images of each client side by side, all clients in their order; `None` if samples are no images.
+    """Return the first images of each client side by side, all clients in their order; `None` if samples are not images.
 
     Args:
         data: The data module, after `setup`.

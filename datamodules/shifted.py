@@ -51,8 +51,8 @@ class ShiftedDataModule(WrappedIndexedDataModule):
             refused. `None`: the shift stays.
 
     Raises:
-        ValueError: If the shift does not fit its strength; at `setup`, if there is one client, labels are no classes, or
-            samples are no pairs.
+        ValueError: If the shift does not fit its strength; at `setup`, if there is one client, labels are not classes, or
+            samples are not pairs.
 
     Example:
         >>> from fedlightning.datamodules import DigitsDataModule, IIDPartitioner, ShiftedDataModule

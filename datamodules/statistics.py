@@ -244,7 +244,7 @@ def quantile(counts: Sequence[float], ends: Sequence[float], share: float) -> fl
 def centre_and_spread(
     name: str, totals: Mapping[str, Any], ranges: Mapping[str, Sequence[float]]
 ) -> tuple[float, float]:
-    """Return what a column is centred by and divided by; 1 in the place of a spread of 0."""
+    """Return what a column is centred by and divided by; 1 instead of a spread of 0."""
     if name in ranges:
         counts = totals[f"bins {name}"]
         low, middle, high = (quantile(counts, ranges[name], share) for share in (0.25, 0.5, 0.75))

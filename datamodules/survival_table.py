@@ -32,7 +32,7 @@ class SurvivalTableDataModule(TabularFederatedDataModule):
         path: The file, in UTF-8.
         target: Column of times, numbers of at least 0.
         event: Column that says whether the event was seen.
-        client: Column that names each row's client (a hospital). It is no feature.
+        client: Column that names each row's client (a hospital). It is not a feature.
         partitioner: Divides the rows if no column does; it may divide by event.
         event_value: The value of `event` that means an event; every other value is censoring.
         options: The other arguments of `TabularFederatedDataModule`, by name; `task` and `target_statistics` stay as

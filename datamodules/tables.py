@@ -166,7 +166,7 @@ _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}[.,]\d{3}")
 
 
 def _with_points(cells: list[str], decimal: str | None) -> list[str]:
-    """Return the cells of a column of numbers with points in the place of decimal commas; others as they are."""
+    """Return the cells of a column of numbers with points instead of decimal commas; others as they are."""
     commas = [cell for cell in cells if _COMMA.fullmatch(cell)]
     plain = all(not cell or _COMMA.fullmatch(cell) or re.fullmatch(r"[-+]?\d+", cell) for cell in cells)
     thousands = all(_THOUSANDS.fullmatch(cell) for cell in commas)
@@ -191,14 +191,14 @@ def text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error}); get it again, or save it as that.") from error
+        raise ValueError(f"{path} is not text in UTF-8 ({error}); get it again, or save it as that.") from error
 
 
 def read_json(path: Path) -> Any:
     """Return what a JSON file holds.
 
     Raises:
-        ValueError: If it is no JSON, or a key is there twice, of which one would be lost.
+        ValueError: If it is not JSON, or a key is there twice, of which one would be lost.
 
     Example:
         >>> from pathlib import Path
@@ -264,7 +264,7 @@ def refuse_other_numbers(path: Path, column: Column, way: str) -> None:
         >>> from fedlightning.datamodules.tables import Column, refuse_other_numbers
         >>> refuse_other_numbers(Path("a.csv"), Column("dose", ["0,5", "1,25", ""], None), "give categorical: [dose]")
         Traceback (most recent call last):
-        ValueError: a.csv: column 'dose' holds '0,5', which is no number here: write it as 1234.5, without ...
+        ValueError: a.csv: column 'dose' holds '0,5', which is not a number here: write it as 1234.5, without ...
     """
     words = [cell for cell in column.cells if cell]
     other = [cell for cell in words if _OTHER_NUMBER.fullmatch(cell) or _DATE.fullmatch(cell)]
@@ -276,8 +276,8 @@ def refuse_other_numbers(path: Path, column: Column, way: str) -> None:
                 f"number of days in its place, or leave the column out with drop: [{column.name}]. If it is a word, {way}."
             )
         raise ValueError(
-            f"{path}: column {column.name!r} holds {signed!r}, which is no number here: write it as 1234.5, without marks of "
-            f"thousands, or give decimal: ',' if the comma begins its fraction. If it is a word, {way}."
+            f"{path}: column {column.name!r} holds {signed!r}, which is not a number here: write it as 1234.5, without marks "
+            f"of thousands, or give decimal: ',' if the comma begins its fraction. If it is a word, {way}."
         )
 
 
@@ -293,7 +293,7 @@ def finite(cell: str) -> float:
         2.5
     """
     if not abs(value := number_in(cell)) <= LARGEST:
-        raise ValueError(f"{cell!r} is no finite number of single precision")
+        raise ValueError(f"{cell!r} is not a finite number of single precision")
     return value
 
 
@@ -339,12 +339,12 @@ def numbers_of(path: Path, column: Column) -> np.ndarray:
         >>> from fedlightning.datamodules.tables import Column, numbers_of
         >>> numbers_of(Path("a.csv"), Column("age", ["61", "x"], None))
         Traceback (most recent call last):
-        ValueError: a.csv, sample 2: 'x' in column 'age' is no number.
+        ValueError: a.csv, sample 2: 'x' in column 'age' is not a number.
     """
     if column.numbers is not None and not np.isnan(column.numbers).any():
         if (beyond := np.flatnonzero(np.abs(column.numbers) > LARGEST)).size:
             raise ValueError(
-                f"{path}, sample {beyond[0] + 1}: {column.cells[beyond[0]]!r} in column {column.name!r} is no number of "
+                f"{path}, sample {beyond[0] + 1}: {column.cells[beyond[0]]!r} in column {column.name!r} is not a number of "
                 "single precision."
             )
         return column.numbers
@@ -352,7 +352,7 @@ def numbers_of(path: Path, column: Column) -> np.ndarray:
         try:
             number_in(cell)
         except ValueError:
-            what = f"{cell!r} in column {column.name!r} is no number" if cell else f"column {column.name!r} is empty"
+            what = f"{cell!r} in column {column.name!r} is not a number" if cell else f"column {column.name!r} is empty"
             raise ValueError(f"{path}, sample {sample}: {what}.") from None
     refuse_other_numbers(path, column, "leave the column out")
     raise AssertionError("a column without numbers has a cell that is none")
@@ -366,13 +366,13 @@ def whole_of(path: Path, column: Column) -> np.ndarray:
         >>> from fedlightning.datamodules.tables import Column, whole_of
         >>> whole_of(Path("a.csv"), Column("fold", ["1", "1.5"], np.array([1.0, 1.5])))
         Traceback (most recent call last):
-        ValueError: a.csv, sample 2: '1.5' in column 'fold' is no whole number.
+        ValueError: a.csv, sample 2: '1.5' in column 'fold' is not a whole number.
     """
     values = numbers_of(path, column)
     broken = np.flatnonzero((values % 1 != 0) | (np.abs(values) >= 2.0**63))
     if len(broken):
         raise ValueError(
-            f"{path}, sample {broken[0] + 1}: {column.cells[broken[0]]!r} in column {column.name!r} is no whole number."
+            f"{path}, sample {broken[0] + 1}: {column.cells[broken[0]]!r} in column {column.name!r} is not a whole number."
         )
     return values.astype(np.int64)
 

@@ -83,11 +83,11 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     Args:
         path: The file.
         target: Column to predict.
-        client: Column that names each row's client (a hospital, a user). It is no feature.
+        client: Column that names each row's client (a hospital, a user). It is not a feature.
         partitioner: Divides the rows if no column does.
         task: `"classification"`, `"regression"`, or `"auto"`: words, and at most 20 different whole numbers, are
             classes.
-        group: Column that names what rows belong to (a patient, a lesion). It is no feature. Shares and stratification
+        group: Column that names what rows belong to (a patient, a lesion). It is not a feature. Shares and stratification
             are then by group. `None` asks about a column that looks like an identifier and repeats; `False` says that
             rows are independent.
         drop: Columns to leave out.
@@ -190,7 +190,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         check_scale(name, scale if scaling else f"{scale} and scaling: false", self.ranges, self.categories)
         self.val_fraction, self.test_fraction, self.val_seed = val_fraction, test_fraction, val_seed
         try:
-            "".encode(codecs.lookup(encoding).name)  # LookupError: also of rot13, which is no encoding of text
+            "".encode(codecs.lookup(encoding).name)  # LookupError: also of rot13, which is not an encoding of text
         except (LookupError, ValueError):
             raise ValueError(
                 f"{name} got encoding={encoding!r}, which Python does not know; such as utf-8, cp1252."
@@ -474,7 +474,7 @@ class TextTableDataModule(TabularFederatedDataModule):
         path: The file, in UTF-8.
         target: Column to predict.
         text: Column of the texts. A row without one is refused.
-        client: Column that names each row's client. It is no input.
+        client: Column that names each row's client. It is not an input.
         partitioner: Divides the rows if no column does.
         vocabulary: A public list of words, a word a line. Other words have the number after the last one. `None` hashes.
         buckets: Numbers of hashed words.

@@ -16,7 +16,7 @@ from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.ranges import PositiveInt, checked
 
 IGNORED = -100
-"""Label of a token that is no target, as in transformers."""
+"""Label of a token that is not a target, as in transformers."""
 OTHERS = ("token_type_ids", "position_ids", "decoder_input_ids", "decoder_attention_mask")
 """Columns of a tokenized row that go into its batch too, padded with 0."""
 

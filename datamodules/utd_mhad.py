@@ -133,7 +133,9 @@ class UTDMHADDataModule(MultimodalDataModule):
         for path in sorted((self.root / FILES[modality][0]).glob("*.mat")):
             match = _NAME.fullmatch(path.name)
             if match is None or match.group(4) != modality or not 1 <= int(match.group(1)) <= ACTIONS:
-                raise ValueError(f"{path} is no {modality} recording by its name, such as a1_s1_t1_{modality}.mat.")
+                raise ValueError(
+                    f"{path} is not a recording of {modality} data by its name, such as a1_s1_t1_{modality}.mat."
+                )
             paths_by_key[int(match.group(1)), int(match.group(2)), int(match.group(3))] = path
         return paths_by_key
 

@@ -55,6 +55,6 @@ class WordNumbers:
             words = read_json(path) if path.suffix == ".json" else text_of(path).split()
             words = words.get("vocab") if isinstance(words, dict) else words
             if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
-                raise ValueError(f"{path} is no vocabulary: a word a line, or JSON with a list of words as 'vocab'.")
+                raise ValueError(f"{path} is not a vocabulary: a word a line, or JSON with a list of words as 'vocab'.")
             self._known = {word: number for number, word in enumerate(dict.fromkeys(words), start=1)}
         return self._known

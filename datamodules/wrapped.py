@@ -1,6 +1,6 @@
 """Data modules made of another one: those that hand on what it says, and those that change indexed data.
 
-Test data in the place of validation data: :class:`ValidatedOnTest`, for papers that scored test data in every round.
+Test data instead of validation data: :class:`ValidatedOnTest`, for papers that scored test data in every round.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class HessianTrace(LayerRecorder):
     of its diagonal block `H_i` of layer i is the sum of the block's eigenvalues. Hutchinson: :math:`z' H_i z` with
     independent signs z on the layer's own coordinates has the trace as its mean; the result is the mean over
     `num_probes` draws, with the standard error of that mean. (PLayer-FL's code sums the singular values of one product
-    with a random unit vector, which is no trace.) A trace may be negative: plot it on a linear or a symlog axis.
+    with a random unit vector, which is not a trace.) A trace may be negative: plot it on a linear or a symlog axis.
 
     A draw costs one backward pass of second order per layer and batch. A block that is diagonal has no error at all.
 

@@ -299,7 +299,7 @@ class SensitivityAccumulator:
         }
 
     def result(self, method: str = "online") -> Sensitivity:
-        """Return `I_k`, with the mean over the steps in the place of `(theta_p grad_p)^2`."""
+        """Return `I_k`, with the mean over the steps instead of `(theta_p grad_p)^2`."""
         self.stop_watching()
         layers = ordered_layers(self.module, self.order)
         return Sensitivity.of(layers, self.of_pieces(), self.counted, method, self.weights_only)

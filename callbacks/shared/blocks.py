@@ -324,7 +324,7 @@ class Block(nn.Module):
     Its parameters and buffers are those of its layer.
 
     Args:
-        shell: The network with stubs in the place of other layers; or the user's module for the block.
+        shell: The network with stubs instead of other layers; or the user's module for the block.
         entry: The place at which the input comes in; `None`: it is the network's input.
         whole: Shape of one sample of the network's input.
 

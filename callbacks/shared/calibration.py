@@ -22,7 +22,7 @@ from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 
 def check_head(setup: Setup, head: str | list[str] | None, owner: str) -> tuple[int, bool]:
-    """Refuse before round 1 a loss that is no cross entropy over the classes that the head gives logits of.
+    """Refuse before round 1 a loss that is not a cross entropy over the classes that the head gives logits of.
 
     What tells it is the slope of the loss on a first batch: a function of `softmax(logits)` does not change when a number is
     added to all logits of a sample, so that the slopes of a sample add up to 0.
@@ -51,8 +51,8 @@ def check_head(setup: Setup, head: str | list[str] | None, owner: str) -> tuple[
     size = float(plain.abs().max())
     if slope.abs().max() == 0 or slope.sum(1).abs().max() > 1e-3 * float(slope.abs().max()):
         raise ValueError(
-            f"{owner} is defined for the cross entropy, and the loss of {name} is no cross entropy of what `{path}` gives. "
-            f"Use F.cross_entropy on it, set head=... to the submodule that gives the logits, or remove {owner}."
+            f"{owner} is defined for the cross entropy, and the loss of {name} is not a cross entropy of what `{path}` "
+            f"gives. Use F.cross_entropy on it, set head=... to the submodule that gives the logits, or remove {owner}."
         )
     return logits.shape[1], bool((slope - plain).abs().max() <= 1e-3 * size)
 
@@ -70,7 +70,7 @@ IGNORED = -100
 
 
 def known_labels(labels: Tensor, classes: int) -> Tensor:
-    """Return labels of which those that are no class (a module's own `ignore_index`) are torch's label for that.
+    """Return labels of which those that are not a class (a module's own `ignore_index`) are torch's label for that.
 
     Example:
         >>> known_labels(torch.tensor([0, 255, 2, -1]), 3).tolist()
@@ -99,7 +99,7 @@ def samples_by_class(client: Client, classes: int, owner: str) -> Tensor:
 
 
 def with_other_cross_entropy(loss: Tensor, logits: Tensor, labels: Tensor, other: Tensor) -> Tensor:
-    """Return `loss + other - CE(logits)`: the loss with another term in the place of its cross entropy, all else as it is.
+    """Return `loss + other - CE(logits)`: the loss with another term instead of its cross entropy, all else as it is.
 
     Shapes:
         logits: `(batch, classes)`; labels: `(batch,)`; loss and other: scalars.
@@ -110,7 +110,7 @@ def with_other_cross_entropy(loss: Tensor, logits: Tensor, labels: Tensor, other
 
 
 def check_cross_entropy(setup: Setup, taps: Taps, owner: str) -> None:
-    """Refuse a loss that is no mean cross entropy of the tapped `logits`; warn of class weights and smoothed labels.
+    """Refuse a loss that is not a mean cross entropy of the tapped `logits`; warn of class weights and smoothed labels.
 
     The gradient of the loss at the logits tells, on a first batch: `softmax(logits) - onehot(labels)` over the samples.
 
@@ -130,7 +130,7 @@ def check_cross_entropy(setup: Setup, taps: Taps, owner: str) -> None:
     kind = kind_of_loss(*_with_gradient(setup, batch, taps), known_labels(labels, classes))
     if kind == "other":
         raise ValueError(
-            f"{owner} changes the logits of a cross entropy, and the loss of {name} is no mean cross entropy of what its "
+            f"{owner} changes the logits of a cross entropy, and the loss of {name} is not a mean cross entropy of what its "
             "head gives. Set head=... to the submodule that gives the logits, train on the cross entropy, or remove "
             f"{owner}."
         )

@@ -27,7 +27,7 @@ from fedlightning.callbacks.shared.server_models import SharesPredictions
 
 
 def inputs_of(batch: Any, owner: str = "Distillation") -> Any:
-    """Return the inputs of a batch: a tensor itself, the first of a tuple or list, a dict's one entry that is no label.
+    """Return the inputs of a batch: a tensor itself, the first of a tuple or list, a dict's one entry that is not a label.
 
     Example:
         >>> import torch
@@ -244,7 +244,7 @@ class PublicLogits(requires.Requirement):
 
     def fault(self, owner: Any, setup: Setup) -> str:
         requires.PublicData("trains on public data").check(owner, setup)
-        requires.AutomaticOptimization("minimises a loss of its own in the place of training_step").check(owner, setup)
+        requires.AutomaticOptimization("minimises a loss of its own instead of training_step").check(owner, setup)
         labels = bool(self.labels and getattr(owner, self.labels))
         check_public_logits(owner.key, setup, labels, bool(not self.softmax or getattr(owner, self.softmax)))
         return ""

@@ -156,7 +156,7 @@ class EnsembleFusion(ServerModels):
             server.state[self.key] = {**state, "members": {**state.get("members", {}), update.client: member}}
 
     def on_reduced(self, server: Server, state: State) -> State:
-        """Return the student's entries after distillation, in the place of the clients' mean."""
+        """Return the student's entries after distillation, instead of the clients' mean."""
         members = server.state.get(self.key, {}).get("members")
         if not self.distils or not members:
             return state

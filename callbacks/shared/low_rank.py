@@ -369,7 +369,7 @@ def refuse_other_rank(server: Server, update: Update, rank: int) -> None:
 
 
 def mean_of_rest(server: Server, updates: list[Update]) -> tuple[list[tuple[Update, float]], State]:
-    """Return the updates that count, each with its share, and the mean of their entries that are no factors."""
+    """Return the updates that count, each with its share, and the mean of their entries that are not factors."""
     layers = adapted_layers(server.module).values()
     factors = {name for layer in layers for name in (*layer.every_a, *layer.every_b)}
     weights = [server.weight(update) for update in updates]

@@ -59,7 +59,8 @@ def encoders_of(setup: Setup, declared: Parts | None, owner: str) -> dict[str, l
     inputs = None if batch is None else inputs_of(batch)
     if batch is not None and inputs is None and len(parts) > 1:
         raise ValueError(
-            f"{owner} has the encoders of {', '.join(parts)}, but a batch is no dict of inputs by modality. Let the loader "
+            f"{owner} has the encoders of {', '.join(parts)}, but a batch is not a dict of inputs by modality. Let the "
+            "loader "
             "give ({modality: inputs}, labels), as MultimodalDataModule does."
         )
     unknown = [name for name in inputs or {} if name not in parts]
@@ -72,7 +73,7 @@ def encoders_of(setup: Setup, declared: Parts | None, owner: str) -> dict[str, l
 
 
 def inputs_of(batch: Any) -> dict[str, Tensor] | None:
-    """Return the inputs of a batch by modality, `None` if it is no dict of them.
+    """Return the inputs of a batch by modality, `None` if it is not a dict of them.
 
     Example:
         >>> list(inputs_of(({"audio": torch.zeros(2, 1)}, torch.zeros(2))))
@@ -91,7 +92,7 @@ def holder_of(batch: Any) -> Any:
 def samples_with(batch: Any, modalities: list[str]) -> Tensor:
     """Return how many samples of a batch have each modality, int64 `(modalities,)`.
 
-    A sample lacks a modality whose values are all NaN, or that is not in the dict. A batch that is no dict has the only
+    A sample lacks a modality whose values are all NaN, or that is not in the dict. A batch that is not a dict has the only
     modality there is.
 
     Example:

@@ -72,7 +72,7 @@ def other_task(targets: Tensor | None, classes: int) -> str:
 
     Example:
         >>> other_task(torch.tensor([0.3, -1.2]), 2), other_task(torch.tensor([1.0, 0.0]), 2)
-        ('targets of a batch are no whole numbers from 0 to 1', '')
+        ('targets of a batch are not whole numbers from 0 to 1', '')
     """
     if targets is None or not len(targets):
         return ""
@@ -80,9 +80,9 @@ def other_task(targets: Tensor | None, classes: int) -> str:
         shares = targets.flatten(1).double()
         if shares.min() >= 0 and torch.allclose(shares.sum(1), torch.ones(len(shares)).to(shares), atol=1e-3):
             return ""
-        return f"a sample has targets {tuple(targets.shape[1:])}, which are no shares of classes with the sum 1"
+        return f"a sample has targets {tuple(targets.shape[1:])}, which are not shares of classes with the sum 1"
     whole = bool((targets == targets.round()).all()) and 0 <= targets.min() <= targets.max() < classes
-    return "" if whole else f"targets of a batch are no whole numbers from 0 to {classes - 1}"
+    return "" if whole else f"targets of a batch are not whole numbers from 0 to {classes - 1}"
 
 
 def head_path(module: LightningModule, head: str | list[str] | None) -> str:

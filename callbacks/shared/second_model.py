@@ -78,8 +78,8 @@ class SecondModel:
     def step(self) -> None:
         """Make a step right after that of the module.
 
-        A step of the module that the gradient scaler skipped is no step here either. Where only the scaled gradients of the
-        second model overflow, it alone stays.
+        A step of the module that the gradient scaler skipped is not a step here either. Where only the scaled gradients of
+        the second model overflow, it alone stays.
         """
         reduce = self.trainer.strategy.reduce  # over the ranks of one client, under DDP
         gradients = {name: reduce(gradient, reduce_op="mean") for name, gradient in self.gradients.items()}

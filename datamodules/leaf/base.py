@@ -70,7 +70,7 @@ def read_leaf(root: Path) -> Iterator[LEAFUser]:
 
     Raises:
         FileNotFoundError: If there are no files.
-        ValueError: If a file is no JSON (with the line), lacks a key, or contradicts itself or another one.
+        ValueError: If a file is not JSON (with the line), lacks a key, or contradicts itself or another one.
 
     Example:
         >>> import json
@@ -100,12 +100,12 @@ def read_leaf(root: Path) -> Iterator[LEAFUser]:
 def _users(path: Path, split: str) -> Iterator[LEAFUser]:
     content = read_json(path)
     if not isinstance(content, dict) or not {"users", "user_data"} <= set(content):
-        raise ValueError(f"{path} has no 'users' and 'user_data'; it is no file of LEAF.")
+        raise ValueError(f"{path} has no 'users' and 'user_data'; it is not a file of LEAF.")
     users, data, counts = content["users"], content["user_data"], content.get("num_samples")
     names = isinstance(users, list) and users and all(isinstance(name, str | int) for name in users)
     if not names or not isinstance(data, dict) or not isinstance(counts, list | None):
         raise ValueError(
-            f"{path}: 'users', 'user_data' or 'num_samples' is no list of users, table and list; it is no file of LEAF."
+            f"{path}: 'users', 'user_data' or 'num_samples' is not a list of users, table and list; it is not a file of LEAF."
         )
     if set(users) != set(data) or len(set(users)) < len(users):
         strange = sorted(set(users) ^ set(data), key=str) or users
@@ -186,7 +186,7 @@ class LEAFDataModule(NaturalSites):
                 raise ValueError(f"{broken!r}")
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(
-                f"{user.path}: user {user.name!r} has a target that is no whole number ({error})."
+                f"{user.path}: user {user.name!r} has a target that is not a whole number ({error})."
             ) from error
         if len(classes) and not 0 <= classes.min() <= classes.max() < self.classes:
             raise ValueError(
@@ -257,7 +257,7 @@ def numbers(user: LEAFUser, width: int) -> Tensor:
         array = raw.astype(np.float32).reshape(len(user.x), -1 if user.x else width)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"{user.path}: user {user.name!r} has an input that is no list of {width} numbers ({error})."
+            f"{user.path}: user {user.name!r} has an input that is not a list of {width} numbers ({error})."
         ) from error
     extreme = not np.isfinite(array).all() or extreme_of(array.ravel()) is not None
     if array.shape[1] != width or extreme:

@@ -136,7 +136,7 @@ class ShakespeareDataModule(LEAFDataModule):
         strange = [text for text in user.x if not isinstance(text, str) or len(text) != LENGTH]
         if strange:
             raise ValueError(
-                f"{user.path}: user {user.name!r} has an input {str(strange[0])[:20]!r} that is no text of {LENGTH} "
+                f"{user.path}: user {user.name!r} has an input {str(strange[0])[:20]!r} that is not a text of {LENGTH} "
                 "characters."
             )
         return torch.from_numpy(codes_of("".join(user.x), user.path)).long().reshape(-1, LENGTH)
@@ -144,7 +144,7 @@ class ShakespeareDataModule(LEAFDataModule):
     def targets(self, user: LEAFUser) -> np.ndarray:
         strange = [text for text in user.y if not isinstance(text, str) or len(text) != 1]
         if strange:
-            raise ValueError(f"{user.path}: user {user.name!r} has a target {strange[0]!r} that is no character.")
+            raise ValueError(f"{user.path}: user {user.name!r} has a target {strange[0]!r} that is not a character.")
         return codes_of("".join(user.y), user.path).astype(np.int64)
 
 
@@ -152,7 +152,7 @@ def roles_of(path: Path) -> dict[str, str]:
     """Return what each role says, in order, from a text with names before speeches.
 
     Raises:
-        ValueError: If the text is no UTF-8, or no line names a role.
+        ValueError: If the text is not UTF-8, or no line names a role.
     """
     blocks = re.split(r"\n[ \t]*\n", text_of(path).replace("\r\n", "\n"))
     speeches_by_role: dict[str, list[str]] = {}
@@ -247,7 +247,7 @@ class LEAFSent140DataModule(LEAFDataModule):
             if not isinstance(row, list) or len(row) <= _TEXT or not isinstance(row[_TEXT], str):
                 raise ValueError(
                     f"{user.path}: sample {sample} of user {user.name!r} has no text in column {_TEXT + 1} (id, date, query, "
-                    "user, text); it is no file of Sentiment140."
+                    "user, text); it is not a file of Sentiment140."
                 )
         rows = [self.numbers_of(row[_TEXT]) for row in user.x]
         return torch.tensor(rows, dtype=torch.int64).reshape(-1, self.max_words)
@@ -343,7 +343,7 @@ class LEAFCelebADataModule(LEAFDataModule):
         strange = [value for value in user.x if not isinstance(value, str) or Path(value).name != value]
         if strange:
             raise ValueError(
-                f"{user.path}: user {user.name!r} has an input {strange[0]!r} that is no name of an image file."
+                f"{user.path}: user {user.name!r} has an input {strange[0]!r} that is not a name of an image file."
             )
         start = len(self._names)
         self._names += user.x

@@ -37,7 +37,7 @@ class ClientModels(LightningModule):
         server: As given.
 
     Raises:
-        ValueError: If there is no model, a name cannot be used, ``assign`` is no rule or names an unknown model, or
+        ValueError: If there is no model, a name cannot be used, ``assign`` is not a rule or names an unknown model, or
             ``server`` is not among the models or is the only one.
 
     Example:

@@ -19,7 +19,7 @@ from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range, check_ar
 
 Pair = tuple[float, float]
 IGNORED = -100
-"""Label of a token that is no target, as in transformers."""
+"""Label of a token that is not a target, as in transformers."""
 HERE = {"learning_rate": "lr", "weight_decay": "weight_decay", "adam_epsilon": "eps", "warmup_steps": "warmup"}
 """Fields of `transformers.TrainingArguments` and the arguments of `HFModule` that mean the same."""
 ELSEWHERE = {

@@ -22,7 +22,7 @@ class MultimodalNet(nn.Module):
     encoder sees only samples that have its modality: the others give it no gradient and no statistics, and where a whole
     batch lacks the modality, the encoder's parameters have no gradient at all. Output: logits `(batch, num_classes)`.
 
-    * `"concat"`: zeros in the place of what is missing, one hidden layer (FedMultimodal).
+    * `"concat"`: zeros instead of what is missing, one hidden layer (FedMultimodal).
     * `"attention"`: additive attention over the encoders' outputs, with `num_heads` heads; what is missing has the weight
       0 (FedMultimodal's `a = softmax(W2 tanh(W1 h))`).
     * `"gate"`: `h' = W h`, `p = sigmoid(h') * h'` with `h` the concatenation (FedCovid).

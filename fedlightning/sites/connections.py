@@ -275,7 +275,7 @@ class Connections:
             warn(f"A site does not take part: {why}")
 
     def _compare_versions(self, name: str, theirs: Any) -> None:
-        """Say where a site computes with another torch: that is no reason to refuse it, but its bits may be others."""
+        """Say where a site computes with another torch: that is not a reason to refuse it, but its bits may be others."""
         own_versions = versions()
         if not isinstance(theirs, dict) or theirs == own_versions:
             return
@@ -289,7 +289,9 @@ class Connections:
     def _objection(self, node: str, name: str, clients: list[str]) -> str | None:
         """Return why a site cannot take part under this name with these clients."""
         if not name.strip() or name != printable(name, NAME):
-            return f"'{printable(name, NAME)}' is no name of a site: it is a printable text of 1 to {NAME} characters"
+            return (
+                f"'{printable(name, NAME)}' is not a name of a site: it is a printable text of 1 to {NAME} characters"
+            )
         owner = self.link.owner(node)
         if owner not in (None, name):
             return (

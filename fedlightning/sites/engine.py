@@ -468,7 +468,7 @@ class SitesEngine(Engine):
         return settled
 
     def _give_up(self, entry: Entry, reason: str, lasts: bool) -> None:
-        """Answer in the place of a site; `lasts`: another run would not meet the reason, so it is noted on disk."""
+        """Answer in place of a site; `lasts`: another run would not meet the reason, so it is noted on disk."""
         settled = self._settle(entry, entry.task.lost(reason), None)
         entry.since = None
         if settled is not None:

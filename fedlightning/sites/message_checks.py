@@ -118,7 +118,7 @@ class Texts:
         return exported.relative_to(home).as_posix() if exported.is_relative_to(home) else exported.name
 
     def _withheld(self, text: str, errors: Sequence[BaseException]) -> str:
-        """Return what leaves in the place of a text that one of some errors may have given: the last, if it quotes none."""
+        """Return what leaves instead of a text that one of some errors may have given: the last, if it quotes none."""
         quoted = [error for error in errors if describe_error(error) in text] or errors
         if not quoted:
             return f"a text that stays at its site ({self._kept(text)})"
@@ -267,7 +267,7 @@ ENVELOPES: dict[str, dict[str, Rule]] = {
         "task": lambda here, value: None,  # the site looks at its kind, and RULES at the rest
         "number": when(lambda here, value: _is_word(value), "it is a name of letters and digits"),
         "version": when(
-            lambda here, value: value == "" or _is_word(value), "such are no names of a run or of a version"
+            lambda here, value: value == "" or _is_word(value), "such are not names of a run or of a version"
         ),
         "keep": when(
             lambda here, value: (
@@ -307,11 +307,11 @@ def first_fault(rule_by_name: Mapping[str, tuple[Rule, Any]], here: Any, what: s
 METRICS = 10_000
 """Names of metrics in an answer."""
 MOST_SAMPLES = 2**53
-"""Samples of a client: sums of more are no whole numbers."""
+"""Samples of a client: sums of more are not whole numbers."""
 LARGE = 0.9
 """Share of all training samples from which a site is named."""
 NOT_ASKED = "its site answers with scores that were not asked for"
-NO_NAME = f"its site names metrics by other than at most {METRICS} short texts that can be printed and are no formulas"
+NO_NAME = f"its site names metrics by other than at most {METRICS} short texts that can be printed and are not formulas"
 
 
 def fault(task: Task[Any], answer: Any) -> str | None:

@@ -142,7 +142,7 @@ class Records:
     def _path(self, run: str, client: str, version: str) -> Path:
         if not all(part.isascii() and part.isalnum() for part in (run, version)):
             raise UnknownVersionError(
-                f"{run!r:.60} and {version!r:.60} are no names of a run and a version of a record"
+                f"{run!r:.60} and {version!r:.60} are not names of a run and a version of a record"
             )
         return self.folder / run / f"client-{file_name_of(client)}" / f"{version}.safetensors"
 
@@ -242,7 +242,7 @@ class Site:
     def _reply(self, request: bytes) -> bytes:
         asked = read(request)
         if not isinstance(asked, dict) or not all(isinstance(asked.get(name), str) for name in ("do", "session")):
-            raise RefusedError("it is no request of a server.")
+            raise RefusedError("it is not a request of a server.")
         if asked["do"] not in ENVELOPES:
             raise RefusedError(f"it asks to {asked['do']!r:.40}, which no site does.")
         if asked["do"] == "hello":
@@ -411,7 +411,7 @@ class Site:
         begun = self._clock()
         task, run = asked.get("task"), session.run
         if not isinstance(task, TASKS):
-            raise RefusedError(f"a {type(task).__name__} is no task for a site.")
+            raise RefusedError(f"a {type(task).__name__} is not a task for a site.")
         self._check(session, task)
         client = task.client or ""
         number, version = asked["number"], asked["version"]

@@ -133,7 +133,7 @@ def _state(here: Here, value: Mapping[str, Tensor]) -> str | None:
 
 
 def _kept_private(here: Here, value: Message) -> str | None:
-    """Refuse a message that brings entries in the place of the client's own: their scores would tell of the data alone."""
+    """Refuse a message that brings entries instead of the client's own: their scores would tell of the data alone."""
     reason = fault(here, value)
     private = next(
         (name for name in value.state if name in make_outgoing_filter(here.runner.blueprint, here.client).private), None

@@ -158,7 +158,7 @@ class Window:
 
     # -- replies -----------------------------------------------------------------------------------------------------
     def came(self, name: str) -> list[Entry | None] | None:
-        """Return the tasks of the message that a reply answers, `None` in the place of one that is waited for no more."""
+        """Return the tasks of the message that a reply answers, `None` instead of one that is waited for no more."""
         batch = self._batches.pop(name, None)
         if batch is None:
             return None

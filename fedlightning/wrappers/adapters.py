@@ -355,7 +355,7 @@ def find_linear(module: nn.Module, targets: Sequence[str] | None, head: Iterable
         if not matches:
             close = difflib.get_close_matches(target, linear, n=3, cutoff=0.4)
             raise ValueError(
-                f"'{target}' is no nn.Linear layer of {name} outside the head. "
+                f"'{target}' is not an nn.Linear layer of {name} outside the head. "
                 f"{'Close are' if close else 'There are'} {close or linear}."
             )
         chosen.update(matches)

@@ -171,4 +171,4 @@ def _shadow(module: LightningModule, name: str, undo: list[Callable[[], None]]) 
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, in the place of `self.log` inside `muted`."""
+    """Do nothing, instead of `self.log` inside `muted`."""

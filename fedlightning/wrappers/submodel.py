@@ -123,7 +123,7 @@ def plan_cuts(module: LightningModule, head: str | None = None) -> list[Cut]:
             )
     if name not in widths:
         raise ValueError(
-            f"The head `{name}` of {owner} is no Linear or convolutional layer. Set head=... to the last one."
+            f"The head `{name}` of {owner} is not a Linear or convolutional layer. Set head=... to the last one."
         )
     leaving = {cut.path: cut.leaving for cut in cuts}
     return [Cut(c.path, c.arriving and leaving[c.arriving], c.leaving and leaving[c.leaving], c.block) for c in cuts]

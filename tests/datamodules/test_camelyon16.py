@@ -78,7 +78,7 @@ def twice(lines):
         (twice, "has the slide 'normal_005.tif' on two lines"),
         (other_label, r"line 4: slide 'normal_003.tif', label 1"),
         (other_hospital, "line 3: .*hospital 2"),
-        (half_label, "sample 2: '0.5' in column 'label' is no whole number"),
+        (half_label, "sample 2: '0.5' in column 'label' is not a whole number"),
         (other_name, "line 3: slide 'slide_002.tif'"),
     ],
 )

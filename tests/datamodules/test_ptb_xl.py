@@ -135,7 +135,7 @@ def new_statement(rows):
         (no_table, "sample 5: scp_codes 'NORM' is no table"),
         (deep_table, r"sample 5: scp_codes '\[\[.* is no table"),
         (same_file, "has the record 'records100/00000/00005_lr' on two lines"),
-        (half_fold, "sample 1: '1.5' in column 'strat_fold' is no whole number"),
+        (half_fold, "sample 1: '1.5' in column 'strat_fold' is not a whole number"),
         (new_statement, r"sample 5: statement 'XYZ' is not in scp_statements.csv"),
     ],
 )

@@ -206,7 +206,7 @@ def test_a_site_that_started_anew_does_not_count_twice(tmp_path):
 def test_names_that_are_none(tmp_path, name):
     parts = sites(tmp_path / "sites")
     parts["1"].name = name
-    with pytest.raises(ConfigurationError, match="is no name of a site") as refused:
+    with pytest.raises(ConfigurationError, match="is not a name of a site") as refused:
         at_sites(Line(parts), tmp_path / "server")
     assert str(refused.value).isprintable()
 

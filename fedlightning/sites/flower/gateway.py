@@ -1,7 +1,7 @@
 """Flower's SuperLink behind a gate: sites reach what is for sites, and all else wants the secret of the server's process.
 
 Flower 1.41 has all its interfaces at one port (`--control-api-address` is without effect) and asks nobody who he is that
-lists, stops and starts runs or unregisters a site. So this file is run in the place of `flower-superlink`. It imports
+lists, stops and starts runs or unregisters a site. So this file is run instead of `flower-superlink`. It imports
 nothing of FedLightning, whose start takes seconds; what it needs of Flower are `create_app` and the names of headers.
 """
 
