@@ -31,7 +31,8 @@ class FedDF(EnsembleFusion):
 
     With `steps=0` it is FedAvg among the clients of each architecture, bit for bit. The authors' "avg_losses", the mean of
     the KL over teachers, has the gradient of `combine="probabilities"` and is not an option of its own. The teachers' outputs
-    are found once a round, so public samples should have no random augmentation. If a single client came back, its model stays.
+    are found once a round, so public samples should have no random augmentation. If a single client came back, its model
+    stays.
 
     Args:
         steps: Distillation steps of each model in a round. Default 1000 (paper: up to 10000).

@@ -131,12 +131,12 @@ def agreement(blueprint: Blueprint) -> dict[str, Any]:
     return agreed
 
 
-def refusal_of_changes(runner: ClientRuntime, own: Mapping[str, Any], key: bytes, path: Path) -> str | None:
+def refusal_of_changes(runner: ClientRuntime, agreed: Mapping[str, Any], key: bytes, path: Path) -> str | None:
     """Return why callbacks that protect clients do not go on with a run after a change here, whatever its server says.
 
     Args:
         runner: Holds the callbacks and the data.
-        own: What must not change, by a name that a person can read; how many rounds there are may.
+        agreed: What must not change, by a name that a person can read; how many rounds there are may.
         key: Key of the hash of the data.
         path: The run's file, which is written when it begins here.
     """
@@ -145,7 +145,7 @@ def refusal_of_changes(runner: ClientRuntime, own: Mapping[str, Any], key: bytes
         return None
     summary = runner.describe(details=("splits", "loaders"))
     data = {"hash of the training data": keyed(f"{summary.splits['train']} {summary.content}", key, "training data")}
-    now = json.loads(json.dumps(plain({name: value for name, value in own.items() if name != "max_rounds"} | data)))
+    now = json.loads(json.dumps(plain({name: value for name, value in agreed.items() if name != "max_rounds"} | data)))
     if not path.exists():
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
