@@ -229,7 +229,7 @@ def test_a_server_without_tls_and_a_damaged_authority(tmp_path):
         thread = threading.Thread(target=close, daemon=True)
         thread.start()
         assert reach.unreachable(place, None) is None
-        assert "is no certificate" in reach.unreachable(place, tmp_path / "ca.pem")
+        assert "is not a certificate" in reach.unreachable(place, tmp_path / "ca.pem")
 
 
 def test_the_log_of_a_program_is_read_as_it_grows(tmp_path):

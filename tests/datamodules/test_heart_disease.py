@@ -204,8 +204,8 @@ def test_columns_are_those_of_the_features(data):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"age": "NaN"}, r"processed.va.data, line 1: 'NaN' is no finite number"),
-        ({"chol": "1e400"}, "line 1: '1e400' is no finite number"),
+        ({"age": "NaN"}, r"processed.va.data, line 1: 'NaN' is not a finite number"),
+        ({"chol": "1e400"}, "line 1: '1e400' is not a finite number"),
         ({"chol": "1e39"}, "line 1: '1e39' is not a finite number of single precision"),
         ({"chol": "2_0"}, "line 1: could not convert string to float: '2_0'"),
         ({"num": -1}, "column 13 has values other than 0 to 4"),

@@ -380,5 +380,5 @@ def test_strange_json_is_refused(text, reason, tmp_path):
 @pytest.mark.parametrize("text", ['{"words": ["a"]}', '["a", 3]', "[]", '{"vocab": "a b"}'])
 def test_a_vocabulary_is_a_list_of_words(text, tmp_path):
     (tmp_path / "embs.json").write_text(text)
-    with pytest.raises(ValueError, match=r"embs.json is no vocabulary"):
+    with pytest.raises(ValueError, match=r"embs.json is not a vocabulary"):
         LEAFSent140DataModule(str(tmp_path), vocabulary=str(tmp_path / "embs.json")).numbers_of("so")
