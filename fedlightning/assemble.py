@@ -263,13 +263,13 @@ def make_engine(options: EngineOptions, runner: ClientRuntime, store: ClientReco
 
 def _list_population(engine: Engine, held_out: list[str]) -> Population:
     """Return the clients and what is known of their data."""
-    known = engine.runner.described
+    data = engine.runner.described
     return Population(
-        {client: known.num_samples(client) for client in known.client_ids},
+        {client: data.num_samples(client) for client in data.client_ids},
         held_out=held_out,
-        sizes=known.sizes,
-        over_rounds=known.over_rounds,
-        together=known.together,
+        sizes=data.sizes,
+        over_rounds=data.over_rounds,
+        together=data.together,
         sites=dict(engine.sites),
         public_source=engine.public,
     )

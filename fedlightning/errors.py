@@ -104,15 +104,15 @@ def count_of(things: Sized, name: str) -> str:
 
 def users_line(error: BaseException) -> str:
     """Return the innermost line of the user's own code in a traceback, as "file.py, line 3, in forward"; or nothing."""
-    found = ""
+    line = ""
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         package = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
         if package not in INSIDE and "site-packages" not in code.co_filename:
-            found = f"{Path(code.co_filename).name}, line {trace.tb_lineno}, in {code.co_name}"
+            line = f"{Path(code.co_filename).name}, line {trace.tb_lineno}, in {code.co_name}"
         trace = trace.tb_next
-    return found
+    return line
 
 
 class DamagedStateError(ValueError):

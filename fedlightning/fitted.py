@@ -84,13 +84,13 @@ class FittedFederation:
         federation.server.blueprint.refuse_changed()
         if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 0:
             raise ConfigurationError(f"epochs={epochs!r} must be a whole number; 0 scores the new clients only.")
-        own = federation.engine.runner.described
+        run_data = federation.engine.runner.described
         data = None if newcomers is None else arguments.new_clients_data(newcomers)
-        known = own if data is None else describe(data)
-        chosen = arguments.new_clients(known, newcomers is None, federation.server, clients)
-        arguments.check_new_clients(known, chosen, epochs)
+        newcomers_data = run_data if data is None else describe(data)
+        chosen = arguments.new_clients(newcomers_data, newcomers is None, federation.server, clients)
+        arguments.check_new_clients(newcomers_data, chosen, epochs)
         server = federation.server
-        server = server.beside(arguments.assigned_newcomers(server, own, known, chosen), chosen)
+        server = server.beside(arguments.assigned_newcomers(server, run_data, newcomers_data, chosen), chosen)
         why = refusal(server, joining=True)
         if why is not None:
             raise ConfigurationError(f"{why} It cannot be onboarded.")
@@ -128,25 +128,25 @@ class FittedFederation:
     def predict(self, dataloaders: Any, client: str | int | None, checkpoint: str) -> list[Any] | None:
         """Predict with a client's deployed model or the global one; see `FederatedTrainer.predict`."""
         federation, client = self.federation, _named(client)
-        given = {name: self.options.arguments[name] for name in ("accelerator", "precision", "limit_predict_batches")}
+        options = {name: self.options.arguments[name] for name in ("accelerator", "precision", "limit_predict_batches")}
         if dataloaders is not None:
             arguments.check_prediction_data(dataloaders, client)
             module = self.module(client, checkpoint)
-            return predictions(module, dataloaders, given, self.options.ordinary_callbacks)
+            return predictions(module, dataloaders, options, self.options.ordinary_callbacks)
         federation.server.blueprint.refuse_changed()
         model = deployed(federation.server, federation.engine, client, checkpoint)
         deploy, model_of_server = (model, None) if isinstance(model, Deploy) else (None, model)
         whole = None if model_of_server is None else ServerModel(model_of_server, federation.server.blueprint)
-        found = federation.engine.ask(Predict(deploy, whole, client, given))
-        if found is None:
+        models = federation.engine.ask(Predict(deploy, whole, client, options))
+        if models is None:
             arguments.check_prediction_data(None, client)
             return None
-        return found[0]
+        return models[0]
 
     def client(self, client: str | int) -> ClientView:
         """Return the client as it stands: the module it would deploy now (stage L1) and its training samples."""
-        known = self.federation.engine.runner.described
-        return ClientView(str(client), self.module(str(client)), known.num_samples(str(client)))
+        data = self.federation.engine.runner.described
+        return ClientView(str(client), self.module(str(client)), data.num_samples(str(client)))
 
     def module(self, client: str | int | None, checkpoint: str = "latest") -> LightningModule:
         """Return a copy of the global model (`client=None`) or of the model that `client` deploys."""
@@ -175,12 +175,12 @@ class FittedFederation:
         federation = self.federation
         every = max(federation.evaluate_every, 1) if federation.evaluate_seconds is None else federation.rounds_done
         since = max(federation.rounds_done - every + 1, 0)
-        found: dict[str, dict[tuple[int, int], list[float]]] = {}
+        values: dict[str, dict[tuple[int, int], list[float]]] = {}
         for row in federation.recorder.rows:
             if row.round >= since and row.checkpoint == "latest" and row.data == LOCAL and row.model != UNSEEN:
                 place = (row.round, ("L2", "G", "L1").index(row.stage))
-                found.setdefault(row.metric, {}).setdefault(place, []).append(row.value)
-        return {metric: torch.tensor(places[max(places)]).mean() for metric, places in found.items()}
+                values.setdefault(row.metric, {}).setdefault(place, []).append(row.value)
+        return {metric: torch.tensor(places[max(places)]).mean() for metric, places in values.items()}
 
 
 def _named(client: str | int | None) -> str | None:

@@ -561,8 +561,10 @@ class FederatedTrainer:
             )
         fitted = self.fitted
         if run is None:
-            for what, given, known in zip(("model", "datamodule"), (model, datamodule), self.given, strict=True):
-                if given is not None and given is not known:
+            for what, argument, fitted_argument in zip(
+                ("model", "datamodule"), (model, datamodule), self.given, strict=True
+            ):
+                if argument is not None and argument is not fitted_argument:
                     raise ValueError(
                         f"This trainer's federation was not fitted with this {what}, and scores are those of what was "
                         f"fitted. Leave {what} out, or restore a run: test(model=..., datamodule=..., run=FOLDER)."

@@ -61,9 +61,9 @@ def _check_module(model: LightningModule) -> None:
             "know them: make them in __init__ or configure_model()."
         )
     for path, child in model.named_modules():
-        own = dict(child.named_parameters(recurse=False))
+        parameters_of_child = dict(child.named_parameters(recurse=False))
         for key, value in vars(child).items():  # a hook computes `weight` of `weight_orig`: an old spectral norm
-            if isinstance(value, Tensor) and (not value.is_leaf or f"{key}_orig" in own):
+            if isinstance(value, Tensor) and (not value.is_leaf or f"{key}_orig" in parameters_of_child):
                 raise ConfigurationError(
                     f"'{path}.{key}'".replace("'.", "'")
                     + f" of {name} is computed from other tensors, so the module cannot "
@@ -82,21 +82,21 @@ def assigned_models(model: LightningModule, data: DataSummary) -> dict[str, str]
         raise ConfigurationError(str(error)) from error
 
 
-def check_prediction_data(found: Any, client: str | None) -> None:
+def check_prediction_data(source: Any, client: str | None) -> None:
     """Refuse to predict on what holds no batches."""
     way = "Pass a DataLoader: predict(DataLoader(dataset, batch_size=64), client='a')."
-    if found is None:
+    if source is None:
         whose = "The federation has" if client is None else f"Client '{client}' has"
         raise ConfigurationError(f"{whose} no test data to predict on. {way}")
-    if isinstance(found, LightningModule):
+    if isinstance(source, LightningModule):
         raise ConfigurationError(
-            f"predict() uses the models that fit() trained, and got a {type(found).__name__}. {way}"
+            f"predict() uses the models that fit() trained, and got a {type(source).__name__}. {way}"
         )
-    batches = isinstance(found, LightningDataModule) or (
-        hasattr(found, "__iter__") and not isinstance(found, str | bytes)
+    batches = isinstance(source, LightningDataModule) or (
+        hasattr(source, "__iter__") and not isinstance(source, str | bytes)
     )
     if not batches:
-        raise ConfigurationError(f"predict() got a {type(found).__name__}, which gives no batches. {way}")
+        raise ConfigurationError(f"predict() got a {type(source).__name__}, which gives no batches. {way}")
 
 
 def federated_data(
@@ -131,20 +131,20 @@ def federated_data(
     return datamodule
 
 
-def _instead_of(given: Any) -> str:
+def _instead_of(data: Any) -> str:
     """Return what is wrong with data that are no federated data module, and what to pass."""
-    if isinstance(given, type):
-        return f"The data are the class {given.__name__}, not an instance. Pass {given.__name__}(...)."
-    kind = type(given).__name__
-    if isinstance(given, LightningDataModule):
+    if isinstance(data, type):
+        return f"The data are the class {data.__name__}, not an instance. Pass {data.__name__}(...)."
+    kind = type(data).__name__
+    if isinstance(data, LightningDataModule):
         return (
             f"{kind} does not know which client has which samples. Wrap it: "
             "Partitioned(datamodule, DirichletPartitioner(num_clients=10, alpha=0.5))."
         )
-    if isinstance(given, Partitioner):
+    if isinstance(data, Partitioner):
         return f"The data are a {kind}, which divides data and has none. Pass Partitioned(MyDataModule(), {kind}(...))."
     by_name = "fit(model, train_dataloaders={'site 1': loader, 'site 2': other})"
-    if isinstance(given, Mapping):
+    if isinstance(data, Mapping):
         return f"The data are a {kind}. Loaders by client go by their name: {by_name}."
     return (
         f"The data are a {kind}, which does not say which client has which samples. Pass a loader for each client: "
@@ -191,9 +191,10 @@ def _check_ids(owner: str, ids: Iterable[Any]) -> None:
             )
         key = same_file(name)
         if key in seen:
-            one = "one name" if name == str(seen[key]) else "one file where names of files ignore case, as here"
+            reason = "one name" if name == str(seen[key]) else "one file where names of files ignore case, as here"
             raise ConfigurationError(
-                f"{owner} has the clients {seen[key]!r} and {client!r}, which are {one}. Give every client a name of its own."
+                f"{owner} has the clients {seen[key]!r} and {client!r}, which are {reason}. Give every client a "
+                "name of its own."
             )
         if name == POOLED:
             raise ConfigurationError(
@@ -216,33 +217,33 @@ def check_clients(data: DataSummary) -> None:
     ask_about_spelling(data.client_ids, data.module)
 
 
-def held_out_clients(given: Any, data: DataSummary) -> list[str]:
+def held_out_clients(held_out: Any, data: DataSummary) -> list[str]:
     """Return the clients that are kept out of training."""
     clients = sort_clients(data.client_ids)
-    if isinstance(given, list | tuple):
-        chosen = sort_clients({str(client) for client in given})
-        known = set(clients)
-        unknown = [client for client in chosen if client not in known]
+    if isinstance(held_out, list | tuple):
+        chosen = sort_clients({str(client) for client in held_out})
+        names = set(clients)
+        unknown = [client for client in chosen if client not in names]
         if unknown:
             raise ConfigurationError(
                 f"held_out has client '{unknown[0]}', which the data do not have. The clients are "
                 f"{listed(clients, 20)}."
             )
     else:
-        chosen = [] if given is None else draw_held_out(clients, given, data.seed)
+        chosen = [] if held_out is None else draw_held_out(clients, held_out, data.seed)
     if chosen and len(chosen) == len(clients):
         raise ConfigurationError(
-            f"held_out={given!r} keeps all {len(clients)} clients out of training. Leave at least one to train."
+            f"held_out={held_out!r} keeps all {len(clients)} clients out of training. Leave at least one to train."
         )
     return chosen
 
 
-def evaluated_clients(given: int | float | None, clients: list[str], seed: int) -> list[str]:
+def evaluated_clients(number: int | float | None, clients: list[str], seed: int) -> list[str]:
     """Return the clients that are scored: all, or those that are drawn."""
-    if isinstance(given, int) and given > len(clients):
+    if isinstance(number, int) and number > len(clients):
         raise ConfigurationError(
-            f"Evaluation got clients={given}, and the federation has {len(clients)} clients. Use "
+            f"Evaluation got clients={number}, and the federation has {len(clients)} clients. Use "
             f"{len(clients)} at most, or leave it out: all are scored then."
         )
-    drawn = clients if given is None else draw_clients(clients, given, seed, "evaluated")
+    drawn = clients if number is None else draw_clients(clients, number, seed, "evaluated")
     return clients if len(drawn) == len(clients) else drawn  # all of them is the same as no choice

@@ -26,9 +26,9 @@ from fedlightning.options.lightning_arguments import FORWARDED
 from fedlightning.ranges import is_boundless, may_be_infinite
 
 
-def check_callbacks(given: Mapping[str, Any]) -> None:
+def check_callbacks(arguments: Mapping[str, Any]) -> None:
     """Refuse what is no callback, and callbacks that have no place inside clients; see also :func:`check_logs`."""
-    items = [given["callbacks"]] if isinstance(given["callbacks"], Callback) else given["callbacks"] or []
+    items = [arguments["callbacks"]] if isinstance(arguments["callbacks"], Callback) else arguments["callbacks"] or []
     if isinstance(items, str | Mapping | type) or not isinstance(items, Iterable):
         raise ConfigurationError(
             f"callbacks={items!r} must be a list of callbacks, as in callbacks=[FedProx(mu=0.1)]. Pass instances, not "
@@ -45,7 +45,7 @@ def check_callbacks(given: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 f"{type(item).__name__} would search a batch size in every visit of every client. Set batch_size in the data."
             )
-    check_logs(given, items)
+    check_logs(arguments, items)
 
 
 def _check_numbers(callback: FederatedCallback) -> None:
@@ -85,14 +85,14 @@ def ordinary_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
     return kept
 
 
-def check_logs(given: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
+def check_logs(arguments: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
     """Refuse logs of clients that have nowhere to go; warn of callbacks that only log, without logs."""
-    asked = given["log_clients"]
-    if asked and not given["logger"]:
+    asked = arguments["log_clients"]
+    if asked and not arguments["logger"]:
         raise ConfigurationError(
-            f"log_clients={asked!r}, but logger={given['logger']!r}: there is no logger to write to. Use logger=True."
+            f"log_clients={asked!r}, but logger={arguments['logger']!r}: there is no logger to write to. Use logger=True."
         )
-    if asked and isinstance(given["engine"], Vectorized):
+    if asked and isinstance(arguments["engine"], Vectorized):
         raise ConfigurationError(
             f"log_clients={asked!r}, but engine='vectorized' trains clients as one stack, whose steps are not logged. Use "
             "engine='sequential' or 'processes'."
@@ -115,13 +115,13 @@ def logged_clients(asked: bool | Iterable[str | int], data: DataSummary) -> bool
     return names
 
 
-def local_trainer_arguments(given: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+def local_trainer_arguments(arguments: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
     """Return the arguments of the clients' Lightning Trainers."""
-    out = {name: given[name] for name in FORWARDED if given[name] is not None}
-    out["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
-    if given["check_val_every_n_epoch"] is None:
+    out = {name: arguments[name] for name in FORWARDED if arguments[name] is not None}
+    out["check_val_every_n_epoch"] = arguments["check_val_every_n_epoch"]
+    if arguments["check_val_every_n_epoch"] is None:
         out.pop("check_val_every_n_epoch")
-    if given["fast_dev_run"]:
+    if arguments["fast_dev_run"]:
         out |= {f"limit_{split}_batches": 1 for split in ("train", "val", "test", "predict")}
     if folder is not None:
         out["default_root_dir"] = str(folder)

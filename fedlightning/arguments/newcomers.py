@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from fedlightning.server.server import Server
 
 
-def assigned_newcomers(server: Server, own: DataSummary, data: DataSummary, new: list[str]) -> Blueprint:
+def assigned_newcomers(server: Server, run_data: DataSummary, data: DataSummary, new: list[str]) -> Blueprint:
     """Return the blueprint of a federation with new clients: the rule gives each its architecture, others keep theirs.
 
     The new clients come after the others; one whose planted group has trained gets what that group has.
     """
     blueprint = server.blueprint
     template, assigned = blueprint.template, dict(blueprint.assigned)
-    if not isinstance(template, ClientModels) or data is own:
+    if not isinstance(template, ClientModels) or data is run_data:
         return blueprint
     if not isinstance(template.assign, str):
         raise ConfigurationError(
@@ -33,16 +33,16 @@ def assigned_newcomers(server: Server, own: DataSummary, data: DataSummary, new:
             "a rule (assign='cycle'), or let the run's data have the client from the start, kept out of training by held_out."
         )
     sizes = {**server.num_samples, **{client: data.num_samples(client) for client in new}}
-    known, theirs = own.planted_groups, data.planted_groups
-    groups = None if known is None or theirs is None else known | {client: theirs[client] for client in new}
+    old_groups, theirs = run_data.planted_groups, data.planted_groups
+    groups = None if old_groups is None or theirs is None else old_groups | {client: theirs[client] for client in new}
     try:
-        found = template.assignment(sizes, groups)
+        new_models = template.assignment(sizes, groups)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    if template.assign == "group" and known is not None and groups is not None:
-        of_group = {known[client]: assigned[client] for client in server.clients}
-        found |= {client: of_group[groups[client]] for client in new if groups[client] in of_group}
-    return replace(blueprint, assigned=assigned | {client: found[client] for client in new})
+    if template.assign == "group" and old_groups is not None and groups is not None:
+        of_group = {old_groups[client]: assigned[client] for client in server.clients}
+        new_models |= {client: of_group[groups[client]] for client in new if groups[client] in of_group}
+    return replace(blueprint, assigned=assigned | {client: new_models[client] for client in new})
 
 
 def new_clients_data(newcomers: Any) -> FederatedDataModule:
@@ -55,9 +55,9 @@ def new_clients_data(newcomers: Any) -> FederatedDataModule:
     return data
 
 
-def new_clients(data: DataSummary, own: bool, server: Server, named: Sequence[str | int] | None) -> list[str]:
+def new_clients(data: DataSummary, from_run: bool, server: Server, named: Sequence[str | int] | None) -> list[str]:
     """Return the clients that join a fitted federation."""
-    there = list(server.held_out) if own else sort_clients(data.client_ids)
+    there = list(server.held_out) if from_run else sort_clients(data.client_ids)
     new = [client for client in there if client not in server.clients]
     if named is None:
         if not new:
@@ -65,7 +65,7 @@ def new_clients(data: DataSummary, own: bool, server: Server, named: Sequence[st
                 "There is no new client: "
                 + (
                     "this run held none out. Give their data: onboard(newcomers=...)."
-                    if own
+                    if from_run
                     else f"{listed(there)} have names of clients that trained. Give the new ones other names."
                 )
             )
@@ -88,10 +88,12 @@ def new_clients(data: DataSummary, own: bool, server: Server, named: Sequence[st
 
 def check_new_clients(data: DataSummary, clients: Sequence[str], epochs: int) -> None:
     """Refuse new clients with whose data there is nothing to do."""
-    held = {split: any(data.num_samples(client, split) for client in clients) for split in ("train", "val", "test")}
-    if held["val"] or held["test"] or (epochs and held["train"]):
+    has_samples = {
+        split: any(data.num_samples(client, split) for client in clients) for split in ("train", "val", "test")
+    }
+    if has_samples["val"] or has_samples["test"] or (epochs and has_samples["train"]):
         return
-    if held["train"]:
+    if has_samples["train"]:
         raise ConfigurationError(
             f"epochs=0 scores the new clients only, and none of {listed(clients)} has validation or test data. Let them "
             "train (epochs=1), or give them some."

@@ -41,13 +41,13 @@ class TrainerOptions:
     max_rounds: int
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> TrainerOptions:
+    def read(cls, options: Mapping[str, Any]) -> TrainerOptions:
         """Check arguments and return the options.
 
         Raises:
             ConfigurationError: If two contradict each other, or one cannot work.
         """
-        arguments = {name: to_python(value) for name, value in given.items()}
+        arguments = {name: to_python(value) for name, value in options.items()}
         arguments |= {name: read(arguments[name]) for name, read in SHORT_FORMS.items()}
         check(arguments)
         callbacks, loop = arguments["callbacks"], arguments["loop"]
@@ -84,5 +84,5 @@ class TrainerOptions:
 
     def copied(self, **changes: Any) -> TrainerOptions:
         """Return options with copies of the callbacks and some other arguments."""
-        given = {**self.arguments, **changes}
-        return type(self).read(given | {"callbacks": copy.deepcopy(given["callbacks"])})
+        changed = {**self.arguments, **changes}
+        return type(self).read(changed | {"callbacks": copy.deepcopy(changed["callbacks"])})

@@ -18,17 +18,17 @@ from fedlightning.ranges import to_python
 from fedlightning.resume.manifest import is_file_name
 
 
-def check(given: Mapping[str, Any]) -> None:
+def check(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that cannot work together, and what annotations cannot say of one."""
-    adapt(given["callbacks"], given["logger"])
-    check_place(given["name"], given["version"], given["default_root_dir"])
-    _check_kinds(given)
-    check_held_out(given["held_out"])
-    if given["participation"] == 1 and isinstance(given["participation"], int):
+    adapt(arguments["callbacks"], arguments["logger"])
+    check_place(arguments["name"], arguments["version"], arguments["default_root_dir"])
+    _check_kinds(arguments)
+    check_held_out(arguments["held_out"])
+    if arguments["participation"] == 1 and isinstance(arguments["participation"], int):
         warn("participation=1 is one client a round. All clients are participation=1.0.")
-    check_engine(given)
-    check_forwarded(given)
-    check_callbacks(given)
+    check_engine(arguments)
+    check_forwarded(arguments)
+    check_callbacks(arguments)
 
 
 def check_held_out(held_out: Any) -> None:
@@ -38,11 +38,13 @@ def check_held_out(held_out: Any) -> None:
         raise ConfigurationError(f"held_out names client '{twice[0]}' twice. Name it once.")
 
 
-def _check_kinds(given: Mapping[str, Any]) -> None:
+def _check_kinds(arguments: Mapping[str, Any]) -> None:
     """Refuse loggers that are of another kind."""
-    if not isinstance(given["logger"], bool | None | Logger | Iterable) or isinstance(given["logger"], str | Mapping):
+    if not isinstance(arguments["logger"], bool | None | Logger | Iterable) or isinstance(
+        arguments["logger"], str | Mapping
+    ):
         raise ConfigurationError(
-            f"logger={given['logger']!r} is no logger. Pass True, False or instances such as CSVLogger('logs')."
+            f"logger={arguments['logger']!r} is no logger. Pass True, False or instances such as CSVLogger('logs')."
         )
 
 
@@ -71,15 +73,15 @@ def check_place(name: Any, version: Any, root: Any) -> None:
             )
 
 
-def check_engine(given: Mapping[str, Any]) -> None:
+def check_engine(arguments: Mapping[str, Any]) -> None:
     """Refuse what worker processes cannot do."""
-    options, devices, strategy = given["engine"], given["devices"], given["strategy"]
+    options, devices, strategy = arguments["engine"], arguments["devices"], arguments["strategy"]
     if not isinstance(options, Processes | Ray):
         return
     engine = options.name
-    if given["num_nodes"] != 1:
+    if arguments["num_nodes"] != 1:
         raise ConfigurationError(
-            f"num_nodes={given['num_nodes']}, but "
+            f"num_nodes={arguments['num_nodes']}, but "
             + (
                 "the workers of engine='processes' are on one machine. Leave it out."
                 if engine == "processes"
@@ -110,12 +112,12 @@ def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta |
         return _not_negative(value, value)
     if isinstance(value, Mapping):
         try:
-            found = timedelta(**{unit: to_python(number) for unit, number in value.items()})
+            time = timedelta(**{unit: to_python(number) for unit, number in value.items()})
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigurationError(
                 f"max_time={dict(value)!r} is not a time ({error}). Use {{'hours': 1}}."
             ) from error
-        return _not_negative(found, value)
+        return _not_negative(time, value)
     parts = value.split(":") if isinstance(value, str) else []
     if len(parts) != 4 or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         raise ConfigurationError(f"max_time={value!r} is not of the form 'DD:HH:MM:SS'. One hour is '00:01:00:00'.")
@@ -123,7 +125,7 @@ def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta |
     return _not_negative(timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds), value)
 
 
-def _not_negative(time: timedelta, given: Any) -> timedelta:
-    if time < timedelta(0) or given == {}:
-        raise ConfigurationError(f"max_time={given!r} is no time. One hour is '00:01:00:00'.")
+def _not_negative(time: timedelta, value: Any) -> timedelta:
+    if time < timedelta(0) or value == {}:
+        raise ConfigurationError(f"max_time={value!r} is no time. One hour is '00:01:00:00'.")
     return time

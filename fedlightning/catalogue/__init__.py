@@ -46,11 +46,11 @@ __all__ = ["ALGORITHMS", "FAMILIES", "Algorithm", "Option", "create", "find", "i
 
 def _rows_of(kind: str) -> tuple[Algorithm, ...]:
     """Return the rows of a kind's file."""
-    found: dict[str, Algorithm] = {}
+    rows: dict[str, Algorithm] = {}
     for name, row in tomllib.loads(Path(__file__).with_name(f"{kind}.toml").read_text("utf-8")).items():
         base = row.pop("like", None)
-        found[name] = found[base].variant(name, **row) if base else Algorithm(name, **row)
-    return tuple(found.values())
+        rows[name] = rows[base].variant(name, **row) if base else Algorithm(name, **row)
+    return tuple(rows.values())
 
 
 KINDS: dict[str, tuple[Algorithm, ...]] = {
@@ -98,13 +98,13 @@ def find(name: str) -> Algorithm:
         >>> find("player-fl").class_path
         'fedlightning.callbacks.PLayerFL'
     """
-    known = {plain(row.name): row for row in ALGORITHMS}
-    if plain(name) not in known:  # other packages are read only where they are needed
-        known |= {plain(row.name): row for row in installed()}
-    if plain(name) in known:
-        return known[plain(name)]
-    close = [known[key].name for key in difflib.get_close_matches(plain(name), known, n=3, cutoff=0.5)]
-    every = ", ".join(row.name for row in known.values())
+    rows = {plain(row.name): row for row in ALGORITHMS}
+    if plain(name) not in rows:  # other packages are read only where they are needed
+        rows |= {plain(row.name): row for row in installed()}
+    if plain(name) in rows:
+        return rows[plain(name)]
+    close = [rows[key].name for key in difflib.get_close_matches(plain(name), rows, n=3, cutoff=0.5)]
+    every = ", ".join(row.name for row in rows.values())
     hint = f"Did you mean {' or '.join(close)}?" if close else f"Known: {every}."
     raise ValueError(f"There is no algorithm '{name}'. {hint}")
 
@@ -118,9 +118,9 @@ def create(name: str, **options: Any) -> FederatedCallback:
     """
     row = find(name)
     cls = row.load()
-    known = inspect.signature(cls).parameters
-    unknown = [option for option in options if option not in known]
+    parameters = inspect.signature(cls).parameters
+    unknown = [option for option in options if option not in parameters]
     if unknown:
-        have = f"It has {', '.join(known)}." if known else "It has no options."
+        have = f"It has {', '.join(parameters)}." if parameters else "It has no options."
         raise ValueError(f"{row.name} has no option '{unknown[0]}'. {have}")
     return cls(**options)

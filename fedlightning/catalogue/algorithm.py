@@ -107,8 +107,8 @@ class Algorithm:
     def load(self) -> type[FederatedCallback]:
         """Import the class and return it."""
         module, _, name = self.class_path.rpartition(".")
-        found: type[FederatedCallback] = getattr(importlib.import_module(module), name)
-        return found
+        cls: type[FederatedCallback] = getattr(importlib.import_module(module), name)
+        return cls
 
     def options(self) -> list[Option]:
         """Return the arguments: names, types and defaults from the signature, texts from the docstring."""

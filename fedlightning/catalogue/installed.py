@@ -37,7 +37,7 @@ def installed_rows(taken: Iterable[str]) -> list[Algorithm]:
     An entry that cannot be loaded is left out with a warning, and so is one whose name is taken.
     """
     owners = dict.fromkeys(map(plain, taken), "fedlightning")
-    found = []
+    rows = []
     for package, entry in sorted((_package(entry), entry) for entry in entry_points(group=GROUP)):
         left_out = f"The algorithm '{entry.name}' of the package '{package}' is left out"
         key = plain(entry.name)
@@ -45,12 +45,12 @@ def installed_rows(taken: Iterable[str]) -> list[Algorithm]:
             warn(f"{left_out}: '{owners[key]}' has one of that name already. Give it another name.")
             continue
         try:
-            found.append(_row(entry))
+            rows.append(_row(entry))
         except Exception as error:  # whatever another package's import may raise
             warn(f"{left_out}: it cannot be loaded ({type(error).__name__}: {error}).")
         else:
             owners[key] = package
-    return found
+    return rows
 
 
 def _package(entry: EntryPoint) -> str:
@@ -59,8 +59,8 @@ def _package(entry: EntryPoint) -> str:
 
 def _row(entry: EntryPoint) -> Algorithm:
     """Return the row that an entry is, or the row of the class that it is."""
-    found = entry.load()
-    row = found if isinstance(found, Algorithm) else _row_of_class(found, f"{entry.module}.{entry.attr}")
+    target = entry.load()
+    row = target if isinstance(target, Algorithm) else _row_of_class(target, f"{entry.module}.{entry.attr}")
     if row.class_path.startswith(f"{CALLBACKS}."):
         raise ValueError(f"its row has no class_path, such as '{entry.module}.{row.name}'")
     if not entry.name == row.name == row.class_path.rpartition(".")[2]:

@@ -121,25 +121,25 @@ def forbidden(cls: type) -> str | None:
     return None
 
 
-def pure(found: Any, home: str) -> bool:
+def pure(called: Any, home: str) -> bool:
     """Return True if what a file's module calls does nothing but compute: an activation, a class of layers or optimizers."""
-    if isinstance(found, type):
-        layer = issubclass(found, nn.Module) and within(home, MAKERS) and forbidden(found) is None
-        return layer or (issubclass(found, Optimizer | LRScheduler) and within(home, ("torch.optim",)))
-    if not isinstance(found, FunctionType | BuiltinFunctionType):
+    if isinstance(called, type):
+        layer = issubclass(called, nn.Module) and within(home, MAKERS) and forbidden(called) is None
+        return layer or (issubclass(called, Optimizer | LRScheduler) and within(home, ("torch.optim",)))
+    if not isinstance(called, FunctionType | BuiltinFunctionType):
         return False
-    name = found.__name__
+    name = called.__name__
     return f"{home}:{name}" in PURE or (home in FUNCTIONS and not name.startswith("_"))
 
 
-def constructed(found: Any, home: str) -> bool:
+def constructed(called: Any, home: str) -> bool:
     """Return True if hyper-parameters may say with what something is called: what is pure, and our own networks.
 
     `TimmNet` is not among them, since it downloads what its arguments name.
     """
     ours = within(home, (f"{OURS}.models",)) and home != f"{OURS}.models.bridges"
-    network = isinstance(found, type) and issubclass(found, nn.Module)
-    return pure(found, home) or (ours and (network or found.__name__ == "unrecorded_net"))
+    network = isinstance(called, type) and issubclass(called, nn.Module)
+    return pure(called, home) or (ours and (network or called.__name__ == "unrecorded_net"))
 
 
 HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if "hook" in name and isinstance(value, dict))
@@ -193,10 +193,10 @@ def path_of(thing: Any) -> str:
         getattr(thing, "__name__", ""),
     )  # functions of torch have a false first one
     for name in names:
-        found: Any = sys.modules.get(module)
+        target: Any = sys.modules.get(module)
         for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is thing:
+            target = getattr(target, part, None)
+        if target is thing:
             return f"{module}:{name}"
     raise ValueError(f"names {module}.{names[0]}, which cannot be imported by that name")
 
@@ -208,32 +208,32 @@ def look_up(path: Any, trust: Trust = False, called: bool = False) -> Any:
     function or class that only computes: :mod:`fedlightning.codec.allowed` lists them. All else needs `trust`.
     """
     module, name = _parts(path)
-    found = _found(module, name, imported=is_trusted(module, trust) or within(module, IMPORTED))
-    home = getattr(found, "__module__", None) or "torch"  # not the module that has imported it
+    target = _found(module, name, imported=is_trusted(module, trust) or within(module, IMPORTED))
+    home = getattr(target, "__module__", None) or "torch"  # not the module that has imported it
     if trust is True or (is_trusted(module, trust) and is_trusted(home, trust)):
-        return found
-    if called and not pure(found, home):
+        return target
+    if called and not pure(target, home):
         reason = "may do more than compute"
-    elif not called and isinstance(found, type):
-        reason = forbidden(found) or ""
+    elif not called and isinstance(target, type):
+        reason = forbidden(target) or ""
     else:
         reason = "" if called else "is no class"
     if reason:
         raise UntrustedError(
             f"it names {module}.{name}, which {reason}. If you trust the file, say so with trust=['{module}']"
         )
-    return found
+    return target
 
 
 def plain_kind(path: Any, kind: type) -> Any:
     """Return the enum or named tuple that a file names, which is imported already or ours."""
     module, name = _parts(path)
-    found = _found(module, name, imported=within(module, IMPORTED))
-    if not (isinstance(found, type) and issubclass(found, kind)):
+    cls = _found(module, name, imported=within(module, IMPORTED))
+    if not (isinstance(cls, type) and issubclass(cls, kind)):
         raise ValueError(f"{path} is no {kind.__name__.lower()}")
-    if any("__call__" in vars(base) for base in found.__mro__):
+    if any("__call__" in vars(base) for base in cls.__mro__):
         raise UntrustedError(f"it names {path}, whose values can be called")
-    return found
+    return cls
 
 
 def _parts(path: Any) -> tuple[str, str]:
@@ -255,14 +255,14 @@ def _found(module: str, name: str, imported: bool) -> Any:
             f"it names {module}.{name}, and {module} is not imported. Import it if it is yours, and say that you trust it "
             f"with trust=['{module}']"
         )
-    found: Any = sys.modules[module]
+    target: Any = sys.modules[module]
     for depth, part in enumerate(name.split(".")):
-        if depth and not isinstance(found, type):
+        if depth and not isinstance(target, type):
             raise UntrustedError(f"it names {module}.{name}, which is no class and no function")
-        found = vars(found).get(part)
-        if found is None:
+        target = vars(target).get(part)
+        if target is None:
             raise ValueError(f"{module} has no {name}")
-    return found
+    return target
 
 
 def is_trusted(module: str, trust: Trust) -> bool:
@@ -305,11 +305,11 @@ def _check_path(text: str, trust: Trust) -> None:
         module, name = ".".join(parts[:cut]), ".".join(parts[cut:])
         if module in sys.modules or within(module, IMPORTED):
             try:
-                found = _found(module, name, imported=True)
+                target = _found(module, name, imported=True)
             except ValueError:
                 continue  # there is no such thing: a text that only looks like it
-            home = getattr(found, "__module__", None) or "torch"
-            if not (constructed(found, home) or is_trusted(home, trust)):
+            home = getattr(target, "__module__", None) or "torch"
+            if not (constructed(target, home) or is_trusted(home, trust)):
                 raise UntrustedError(
                     f"its hyper-parameters name {text}, which may do more than compute. If you trust the file, say so with "
                     f"trust=['{module}']"

@@ -133,10 +133,10 @@ def _unpacked(size: int, fill: Callable[[int, memoryview], None], limits: Limits
 
 def _header(written: bytearray) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        entries = dict(pairs)
+        if len(entries) != len(pairs):
             raise ValueError("a name occurs twice")
-        return found
+        return entries
 
     try:
         header = json.loads(written.decode("utf-8"), object_pairs_hook=unique)
@@ -162,20 +162,20 @@ def _text(metadata: Any) -> str:
 
 def _places(header: Mapping[str, Any], available: int) -> list[tuple[torch.dtype, tuple[int, ...], int, int]]:
     """Return dtype, shape and place of each tensor, by number; together they must be all bytes that are there."""
-    found: dict[int, tuple[torch.dtype, tuple[int, ...], int, int]] = {}
+    places: dict[int, tuple[torch.dtype, tuple[int, ...], int, int]] = {}
     for name, entry in header.items():
         number = int(name) if name.isascii() and name.isdecimal() and len(name) < 10 else -1
         if number < 0 or number >= len(header) or str(number) != name:
             raise UnreadableError(f"it has {len(header)} tensors, and one called {name!r:.40}")
-        found[number] = _place(name, entry, available)
+        places[number] = _place(name, entry, available)
     end = 0
-    for _, _, start, after in sorted(found.values(), key=lambda place: place[2:]):
+    for _, _, start, after in sorted(places.values(), key=lambda place: place[2:]):
         if start != end:
             raise UnreadableError("its tensors overlap, or leave gaps")
         end = after
     if end != available:
         raise UnreadableError(f"its tensors are {end} bytes, and {available} came")
-    return [found[number] for number in range(len(header))]
+    return [places[number] for number in range(len(header))]
 
 
 def _place(name: str, entry: Any, available: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:

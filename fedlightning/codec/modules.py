@@ -49,9 +49,9 @@ def from_tree(tree: Any, trust: Trust = False) -> Any:
             "do: export it again"
         )
     reader = _ObjectReader(tensors, trust)
-    made = reader.value(text)
+    module = reader.value(text)
     reader.check_given()  # again: a dict that was empty may have been filled, as it is in two places
-    return made
+    return module
 
 
 class ObjectWriter(Writer):
@@ -126,19 +126,19 @@ class _ObjectReader(Reader):
             raise NotPlainError(f"{path} is no class")
         if mixins and not (issubclass(cls, nn.Module) and all(issubclass(mixin, Mixin) for mixin in mixins)):
             raise NotPlainError(f"{path} is mixed with what is no mixin")
-        made = self._begun(remade(cls, mixins))
+        instance = self._begun(remade(cls, mixins))
         state = self._value(tree)
         attributes, slots = state if isinstance(state, tuple) else (state, None)
         if not self._trusts(cls):
-            self._given.append((type(made), {**(attributes or {}), **(slots or {})}))
+            self._given.append((type(instance), {**(attributes or {}), **(slots or {})}))
             self._check(*self._given[-1])
         if hasattr(cls, "__setstate__"):
-            made.__setstate__(state)  # torch's own or one that has been read, unless the class is trusted
+            instance.__setstate__(state)  # torch's own or one that has been read, unless the class is trusted
         else:
-            vars(made).update(attributes or {})
+            vars(instance).update(attributes or {})
             for name, value in (slots or {}).items():
-                object.__setattr__(made, name, value)
-        return made
+                object.__setattr__(instance, name, value)
+        return instance
 
     def _trusts(self, cls: type) -> bool:
         return is_trusted(cls.__module__, self.trust)
@@ -168,26 +168,26 @@ def native(value: Any) -> Any:
 def _native(value: Any, done: dict[int, Any]) -> Any:
     if id(value) in done:
         return done[id(value)][1]
-    kind, made = type(value), value
+    kind, native = type(value), value
     if isinstance(value, np.generic):
-        made = _native(value.item(), done)
+        native = _native(value.item(), done)
     elif isinstance(value, PurePath):
-        made = str(value)
+        native = str(value)
     elif kind is tuple:
-        made = tuple(_native(entry, done) for entry in value)
+        native = tuple(_native(entry, done) for entry in value)
     elif kind is set and value:
-        made = {_native(entry, done) for entry in value}
+        native = {_native(entry, done) for entry in value}
     elif kind is list:
-        done[id(value)] = value, (made := [])  # it may hold itself
-        made.extend(_native(entry, done) for entry in value)
+        done[id(value)] = value, (native := [])  # it may hold itself
+        native.extend(_native(entry, done) for entry in value)
     elif isinstance(value, Mapping):
-        done[id(value)] = value, (made := OrderedDict() if kind is OrderedDict else {})
-        made.update((_native(key, done), _native(entry, done)) for key, entry in value.items())
+        done[id(value)] = value, (native := OrderedDict() if kind is OrderedDict else {})
+        native.update((_native(key, done), _native(entry, done)) for key, entry in value.items())
         if kind is OrderedDict:
-            vars(made).update(_native(vars(value), done))  # the metadata of a state_dict
+            vars(native).update(_native(vars(value), done))  # the metadata of a state_dict
     elif kind in (Tensor, nn.Parameter):
         check_attributes(value)
     elif kind not in (*PLAIN, int) and not (kind in (bytes, bytearray) and value):
         raise NotPlainError(f"it holds a {kind.__name__}")
-    done[id(value)] = value, made
-    return made
+    done[id(value)] = value, native
+    return native

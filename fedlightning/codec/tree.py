@@ -344,10 +344,10 @@ def load(path: Path) -> dict[str, Any]:
         raise
     except OSError as error:
         raise UnreadableError(f"it cannot be read ({error.strerror})") from None
-    found = Reader(tensors).value(text)
-    if type(found) is not dict:
-        raise UnreadableError(f"it holds a {type(found).__name__}, not named values")
-    return found
+    content = Reader(tensors).value(text)
+    if type(content) is not dict:
+        raise UnreadableError(f"it holds a {type(content).__name__}, not named values")
+    return content
 
 
 _OPEN = object()
@@ -427,45 +427,45 @@ class Reader:
         number = len(self._made)
         self._made.append(_OPEN)
         self._depth += 1
-        made = self._new(kind, content)
+        instance = self._new(kind, content)
         self._depth -= 1
-        self._made[number] = made
-        return made
+        self._made[number] = instance
+        return instance
 
     def _new(self, kind: str, content: Any) -> Any:
         if kind == "list":
-            made = self._begun([])
-            made.extend(map(self._value, _list(content)))
-            return made
+            entries = self._begun([])
+            entries.extend(map(self._value, _list(content)))
+            return entries
         if kind in self._readers:
             return self._readers[kind](content)
         if kind not in BY_NAME:
             raise NotPlainError(f"it holds an entry of the unknown kind {kind!r:.40}")
         return BY_NAME[kind].whole(self._value(content))
 
-    def _begun(self, made: Any) -> Any:
+    def _begun(self, container: Any) -> Any:
         """Note what was begun last before its parts are known, which may hold it."""
-        self._made[-1] = made
-        return made
+        self._made[-1] = container
+        return container
 
     def _ref(self, number: Any) -> Any:
         if type(number) is not int or not 0 <= number < len(self._made):
             raise NotPlainError(f"it has no entry {number!r:.40}")
-        made = self._made[number]
-        if made is _OPEN:
+        instance = self._made[number]
+        if instance is _OPEN:
             raise NotPlainError("it holds an entry that is a part of itself")
-        if self._in_key and isinstance(made, HASHED_THROUGH):
+        if self._in_key and isinstance(instance, HASHED_THROUGH):
             raise NotPlainError("it holds a key with a part that is somewhere else")
-        return made
+        return instance
 
-    def _dict(self, content: Any, made: dict[Any, Any]) -> dict[Any, Any]:
-        self._begun(made)
+    def _dict(self, content: Any, mapping: dict[Any, Any]) -> dict[Any, Any]:
+        self._begun(mapping)
         pairs = _list(content)
         for key, (_, entry) in zip(self._keys(pair[0] for pair in map(_list, pairs)), pairs, strict=True):
-            if key in made:
+            if key in mapping:
                 raise NotPlainError(f"it holds a dict that has the key {key!r:.60} twice")
-            made[key] = self._value(entry)
-        return made
+            mapping[key] = self._value(entry)
+        return mapping
 
     def _keys(self, trees: Any) -> Iterator[Any]:
         collisions = Collisions()
@@ -478,13 +478,13 @@ class Reader:
 
     def _state_dict(self, content: Any) -> OrderedDict[Any, Any]:
         pairs, attributes = content
-        made: OrderedDict[Any, Any] = OrderedDict()
-        self._dict(pairs, made)
+        mapping: OrderedDict[Any, Any] = OrderedDict()
+        self._dict(pairs, mapping)
         attributes = self._value(attributes)
         if any(hasattr(OrderedDict, str(name)) for name in attributes):
             raise NotPlainError("it holds an OrderedDict with an attribute that would hide a method")
-        vars(made).update(attributes)
-        return made
+        vars(mapping).update(attributes)
+        return mapping
 
     def _tensor(self, number: Any) -> Tensor:
         if type(number) is not int or not 0 <= number < len(self._tensors):
@@ -510,10 +510,10 @@ class Reader:
     def _marked(self, content: Any) -> Tensor:
         (kind, place), is_parameter, requires_grad, attributes = content
         tensor = self._view(place) if kind == "view" else self._tensor(place)
-        made = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
-        vars(made).update(self._value(attributes))
-        check_attributes(made)
-        return made
+        marked = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+        vars(marked).update(self._value(attributes))
+        check_attributes(marked)
+        return marked
 
     def _bytes_of(self, content: Any) -> bytes:
         tensor = self._value(content)
@@ -525,8 +525,8 @@ class Reader:
         array = BY_NAME["array"].whole(self._value(content))
         if array.ndim:
             raise NotPlainError("it holds a number that has several values")
-        found: np.generic = array[()]
-        return found
+        scalar: np.generic = array[()]
+        return scalar
 
 
 def _list(content: Any) -> list[Any]:

@@ -69,7 +69,7 @@ def slow_keys(path: Path) -> str | None:
     The keys of a dict do that where many large integers share a hash, and where a tuple holds another twice, which does so
     too, and so on: its hash is computed anew each time. A pickle that breaks off is refused: torch would read what is before.
     """
-    found = 0
+    count = 0
     try:
         with zipfile.ZipFile(path) as archive:
             entries = [entry for entry in archive.infolist() if entry.compress_type == zipfile.ZIP_STORED]
@@ -78,8 +78,8 @@ def slow_keys(path: Path) -> str | None:
         return None
     try:
         for content in contents:
-            found += sum(code.name in ("LONG", "LONG1", "LONG4") for code, _, _ in pickletools.genops(content))
-            if found > MOST_LARGE:
+            count += sum(code.name in ("LONG", "LONG1", "LONG4") for code, _, _ in pickletools.genops(content))
+            if count > MOST_LARGE:
                 return "it holds more large integers than any module: they could be keys that take for ever"
             if _largest_tuple(content) > MOST_IN_TUPLE:
                 return "it holds tuples within tuples that could be keys that take for ever"
@@ -135,21 +135,21 @@ class Leaf:
 
 def enum_member(path: str, value: Any) -> Enum:
     """Return the member of an enum that is imported already. Enums are not called: `_missing_` may be anybody's code."""
-    found = plain_kind(path, Enum)
-    if issubclass(found, Flag) and type(value) is int and found._missing_.__func__ is Flag._missing_.__func__:  # type: ignore[attr-defined]
-        return found(value)  # a combination of flags
-    for member in found.__members__.values():
+    enum = plain_kind(path, Enum)
+    if issubclass(enum, Flag) and type(value) is int and enum._missing_.__func__ is Flag._missing_.__func__:  # type: ignore[attr-defined]
+        return enum(value)  # a combination of flags
+    for member in enum.__members__.values():
         if type(member.value) is type(value) and member.value == value:
             return cast(Enum, member)
-    raise ValueError(f"{value!r:.60} is no {found.__name__}")
+    raise ValueError(f"{value!r:.60} is no {enum.__name__}")
 
 
 def named_tuple(path: str, values: list[Any]) -> Any:
     """Return a named tuple, of a class that is imported already."""
-    found = plain_kind(path, tuple)
-    if not hasattr(found, "_fields") or len(found._fields) != len(values):
+    cls = plain_kind(path, tuple)
+    if not hasattr(cls, "_fields") or len(cls._fields) != len(values):
         raise ValueError(f"{path} is no named tuple of {len(values)} fields")
-    return tuple.__new__(found, values)
+    return tuple.__new__(cls, values)
 
 
 def listed(value: Any, kinds: tuple[type, ...] = (list, tuple)) -> Any:
@@ -203,17 +203,17 @@ def _archived(value: torch.Tensor) -> torch.Tensor:
 
 
 def _from_archive(content: Any) -> torch.Tensor:
-    found = read_tensors(io.BytesIO(bytes_in(content).data))
-    if type(found) not in (torch.Tensor, torch.nn.Parameter):
-        raise ValueError(f"a {type(found).__name__} is no tensor")
-    return cast(torch.Tensor, found)
+    tensor = read_tensors(io.BytesIO(bytes_in(content).data))
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise ValueError(f"a {type(tensor).__name__} is no tensor")
+    return cast(torch.Tensor, tensor)
 
 
 def _factory(value: defaultdict[Any, Any]) -> list[Any]:
-    made = value.default_factory
-    if made is not None and FACTORIES.get(getattr(made, "__name__", "")) is not made:
-        raise ValueError(f"is a defaultdict with the factory {made!r}")
-    return [None if made is None else made.__name__, dict(value)]
+    factory = value.default_factory
+    if factory is not None and FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
+        raise ValueError(f"is a defaultdict with the factory {factory!r}")
+    return [None if factory is None else factory.__name__, dict(value)]
 
 
 def _zoned(value: Any) -> str:
@@ -232,9 +232,9 @@ def _generator(value: np.random.Generator) -> dict[str, Any]:
 def _from_generator(state: dict[str, Any]) -> np.random.Generator:
     if state["bit_generator"] not in BIT_GENERATORS:
         raise ValueError(f"there is no generator {state['bit_generator']!r}")
-    made = getattr(np.random, state["bit_generator"])()
-    made.state = _within_bounds(state)
-    return np.random.Generator(made)
+    bits = getattr(np.random, state["bit_generator"])()
+    bits.state = _within_bounds(state)
+    return np.random.Generator(bits)
 
 
 def _within_bounds(state: dict[str, Any]) -> dict[str, Any]:
@@ -246,15 +246,15 @@ def _within_bounds(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_random_state(state: Any) -> np.random.RandomState:
-    made = np.random.RandomState()
-    made.set_state(_within_bounds(state))
-    return made
+    random_state = np.random.RandomState()
+    random_state.set_state(_within_bounds(state))
+    return random_state
 
 
 def _from_random(state: Any) -> random.Random:
-    made = random.Random()
-    made.setstate(state)
-    return made
+    generator = random.Random()
+    generator.setstate(state)
+    return generator
 
 
 def _from_torch_generator(parts: list[Any]) -> torch.Generator:

@@ -54,23 +54,23 @@ class Maker:
         section = self._section()
         if not isinstance(section, Mapping) or args or not describes(section, class_type, kwargs):
             return class_type(*args, **kwargs)
-        given = {
+        values = {
             "_class_path": section["class_path"],
             **(section.get("init_args") or {}),
             **(section.get("dict_kwargs") or {}),
             "_instantiator": INSTANTIATOR,
         }
         if type(class_type).__call__ is not type.__call__:  # it makes its objects in another way
-            with _given_hyperparameters_context(given, INSTANTIATOR):
+            with _given_hyperparameters_context(values, INSTANTIATOR):
                 return class_type(**kwargs)
-        made: Any = class_type.__new__(class_type, **kwargs)  # type: ignore[call-overload]
-        with only_for(made, given):
-            made.__init__(**kwargs)
-        return made
+        instance: Any = class_type.__new__(class_type, **kwargs)  # type: ignore[call-overload]
+        with only_for(instance, values):
+            instance.__init__(**kwargs)
+        return instance
 
 
 @contextmanager
-def only_for(made: Any, given: dict[str, Any]) -> Iterator[None]:
+def only_for(instance: Any, values: dict[str, Any]) -> Iterator[None]:
     """Within the block, `save_hyperparameters` of one object takes the values given, that of others their own."""
     original = HyperparametersMixin.save_hyperparameters
 
@@ -78,10 +78,10 @@ def only_for(made: Any, given: dict[str, Any]) -> Iterator[None]:
         if frame is None:
             current = inspect.currentframe()
             frame = None if current is None else current.f_back
-        if self is not made:
+        if self is not instance:
             original(self, *args, ignore=ignore, frame=frame, logger=logger)
             return
-        with _given_hyperparameters_context(given, INSTANTIATOR):
+        with _given_hyperparameters_context(values, INSTANTIATOR):
             original(self, *args, ignore=ignore, frame=frame, logger=logger)
 
     HyperparametersMixin.save_hyperparameters = save  # type: ignore[method-assign]
@@ -105,12 +105,12 @@ def describes(section: Mapping[str, Any], class_type: type, arguments: Mapping[s
     """
     if _imported(section.get("class_path")) is not class_type:
         return False
-    for name, said in (section.get("init_args") or {}).items():
+    for name, setting in (section.get("init_args") or {}).items():
         value = arguments.get(name)
-        if type(said) in PLAIN and type(value) in PLAIN and said != value:
+        if type(setting) in PLAIN and type(value) in PLAIN and setting != value:
             return False
-        if isinstance(said, Mapping) and "class_path" in said:
-            inner = _imported(said["class_path"])
+        if isinstance(setting, Mapping) and "class_path" in setting:
+            inner = _imported(setting["class_path"])
             if isinstance(inner, type) and not callable(value) and type(value) is not inner:
                 return False
     return True

@@ -172,17 +172,17 @@ def _put_in_front(kind: type) -> None:
 
 
 def _new_class(old: type) -> type:
-    found: Any = importlib.import_module(str(_present(old.__module__)))
+    target: Any = importlib.import_module(str(_present(old.__module__)))
     for part in old.__qualname__.split("."):
-        found = getattr(found, part)
-    kind: type = found
+        target = getattr(target, part)
+    kind: type = target
     return kind
 
 
 def _of(kind: type) -> str:
     old = next(base for base in kind.__mro__ if _is_old(base))
-    own = "is a class of pytorch_lightning" if kind is old else f"derives from pytorch_lightning's {old.__name__}"
-    return f"{kind.__name__} {own}, which is not lightning.pytorch's"
+    relation = "is a class of pytorch_lightning" if kind is old else f"derives from pytorch_lightning's {old.__name__}"
+    return f"{kind.__name__} {relation}, which is not lightning.pytorch's"
 
 
 def _version(package: str) -> str:

@@ -29,7 +29,7 @@ def class_names() -> dict[str, str]:
         >>> class_names()["FedProx"]
         'fedlightning.callbacks.FedProx'
     """
-    found = {}
+    paths = {}
     for package, kind in (
         (fedlightning.callbacks, Callback),
         (fedlightning.datamodules, LightningDataModule),
@@ -39,15 +39,15 @@ def class_names() -> dict[str, str]:
         for name in package.__all__:
             value = getattr(package, name)
             if inspect.isclass(value) and issubclass(value, kind) and not inspect.isabstract(value):
-                found[name] = f"{package.__name__}.{name}"
+                paths[name] = f"{package.__name__}.{name}"
     for row in installed():
         try:
             row.load()
         except Exception as error:  # whatever another package's import may raise
             warn(f"{row.name} cannot be used: {row.class_path} cannot be loaded ({type(error).__name__}: {error}).")
         else:
-            found.setdefault(row.name, row.class_path)
-    return found
+            paths.setdefault(row.name, row.class_path)
+    return paths
 
 
 def trainer_options() -> list[str]:
@@ -58,7 +58,7 @@ def trainer_options() -> list[str]:
 def option_names() -> list[str]:
     """Return all options of `fit`, for suggestions."""
     trainer = [f"--trainer.{name}" for name in trainer_options()]
-    own = (
+    options = (
         "config",
         "resume",
         "test_after_fit",
@@ -71,4 +71,4 @@ def option_names() -> list[str]:
         "out",
         "print_config",
     )
-    return [*(f"--{name}" for name in own), *trainer]
+    return [*(f"--{name}" for name in options), *trainer]

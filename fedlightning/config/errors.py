@@ -45,8 +45,8 @@ def explain(error: BaseException) -> str | None:
     cause = error.__cause__
     if any(kind.__name__ == "FederationError" for kind in type(error).__mro__):
         of_all = "failed with this error in round 1" in str(error)
-        known = cause is None or explain(cause) is not None or (of_all and not users_line(cause))
-        return _one_line(error) if known else None
+        explained = cause is None or explain(cause) is not None or (of_all and not users_line(cause))
+        return _one_line(error) if explained else None
     if isinstance(error, ConfigurationError) and cause is not None and users_line(cause):
         return None  # the user's own code has failed: the traceback says where
     if isinstance(
@@ -80,18 +80,18 @@ def constructor_sentence(error: BaseException, config: Mapping[str, Any]) -> str
         frame = trace.tb_frame
         if frame.f_code.co_name == "__init__" and "self" in frame.f_locals:
             kinds = {kind.__name__ for kind in type(frame.f_locals["self"]).__mro__}
-            found = [(path, name) for path, name in places if name in kinds]
-            place, owner = found[0] if found else (place, owner)
+            inner = [(path, name) for path, name in places if name in kinds]
+            place, owner = inner[0] if inner else (place, owner)
         trace = trace.tb_next
-    said = (
+    sentence = (
         _one_line(error)
         if isinstance(error, ValueError) and _on_purpose(error)
         else f"{type(error).__name__}: {_one_line(error)}"
     )
-    if owner and owner not in said:
-        said = f"{owner} cannot be made: {said}"
-    where = f"{place}: " if place and not said.startswith(place) else ""
-    return f"{where}{said.rstrip('.')}."
+    if owner and owner not in sentence:
+        sentence = f"{owner} cannot be made: {sentence}"
+    where = f"{place}: " if place and not sentence.startswith(place) else ""
+    return f"{where}{sentence.rstrip('.')}."
 
 
 def _classes(value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -112,14 +112,14 @@ def _raised_in(error: BaseException) -> str:
     return str(_innermost(error.__traceback__).tb_frame.f_globals.get("__name__", ""))
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, names: Iterable[str]) -> str:
     """Return "Did you mean ...?", or an empty text if nothing is close.
 
     Example:
         >>> suggestion("fedprocks", ["FedAvg", "FedProx"])
         'Did you mean FedProx?'
     """
-    by_lower = {name.lower(): name for name in known}
+    by_lower = {name.lower(): name for name in names}
     close = difflib.get_close_matches(word.lower(), by_lower, n=2, cutoff=0.6)
     return f"Did you mean {' or '.join(by_lower[name] for name in close)}?" if close else ""
 
@@ -177,15 +177,15 @@ def parse_sentence(message: str) -> str:
         (r"[Uu]nrecognized arguments?: ([^\n]+)", _unrecognised),
         (r"Unexpected config:([^\n]*)", _no_mapping),
     ):
-        found = re.search(pattern, text)
-        if found:
-            return answer(where, found, text)
+        match = re.search(pattern, text)
+        if match:
+            return answer(where, match, text)
     return _wrong_value(where, text)
 
 
-def _required(where: str, found: re.Match[str], text: str) -> str:
+def _required(where: str, match: re.Match[str], text: str) -> str:
     classes = re.findall(r"class_path '([\w.]+)'", text)
-    names = found[1].strip(" .")
+    names = match[1].strip(" .")
     if classes or where:
         owner = classes[-1].rpartition(".")[2] if classes else where
         place = f" (in {where}: --{where}.{names.split(',')[0]}=...)" if where else ""
@@ -193,24 +193,24 @@ def _required(where: str, found: re.Match[str], text: str) -> str:
     return f"{names.replace(', ', ' and ')} must be given: {_EXAMPLE}, or --{names.split(',')[0]} CLASS."
 
 
-def _ambiguous(where: str, found: re.Match[str], text: str) -> str:
-    return f"{where}: '{found[1]}' is the name of several classes. Give the full path: {found[2].rstrip('.')}."
+def _ambiguous(where: str, match: re.Match[str], text: str) -> str:
+    return f"{where}: '{match[1]}' is the name of several classes. Give the full path: {match[2].rstrip('.')}."
 
 
-def _unknown_class(where: str, found: re.Match[str], text: str) -> str:
-    name = found[1].strip().rpartition(".")[2]
+def _unknown_class(where: str, match: re.Match[str], text: str) -> str:
+    name = match[1].strip().rpartition(".")[2]
     paths = re.findall(r"class_path '([\w.]+)'", text)
-    given = next((path for path in paths if path.endswith(name)), found[1].strip())
+    path = next((path for path in paths if path.endswith(name)), match[1].strip())
     if where == "trainer.engine":
         return f"{where}={name!r} is unknown. {suggestion(name, ENGINES) or f'Choose one of {list(ENGINES)}.'}"
-    return f"{where}: there is no class '{given}'. {_close_class(name)}"
+    return f"{where}: there is no class '{path}'. {_close_class(name)}"
 
 
-def _unknown_module(where: str, found: re.Match[str], text: str) -> str:
-    paths = [path for path in re.findall(r"class_path '([\w.]+)'", text) if path.startswith(found[1].partition(".")[0])]
-    given = paths[-1] if paths else found[1]
-    return f"{where}: cannot import '{given}': there is no module '{found[1]}'. " + (
-        _close_class(given.rpartition(".")[2], "") or "Check the spelling, or install it or set PYTHONPATH."
+def _unknown_module(where: str, match: re.Match[str], text: str) -> str:
+    paths = [path for path in re.findall(r"class_path '([\w.]+)'", text) if path.startswith(match[1].partition(".")[0])]
+    module = paths[-1] if paths else match[1]
+    return f"{where}: cannot import '{module}': there is no module '{match[1]}'. " + (
+        _close_class(module.rpartition(".")[2], "") or "Check the spelling, or install it or set PYTHONPATH."
     )
 
 
@@ -220,18 +220,18 @@ def _close_class(name: str, otherwise: str = "Give the full path, as in my_packa
     return suggestion(name, class_names()) or otherwise
 
 
-def _wrong_class(where: str, found: re.Match[str], text: str) -> str:
-    given = re.search(r"Given value: ([\w.]+)", text)
-    return f"{where}: '{found[1] or (given[1] if given else '?')}' is not a {found[2]}."
+def _wrong_class(where: str, match: re.Match[str], text: str) -> str:
+    value = re.search(r"Given value: ([\w.]+)", text)
+    return f"{where}: '{match[1] or (value[1] if value else '?')}' is not a {match[2]}."
 
 
-def _unexpected(where: str, found: re.Match[str], text: str) -> str:
+def _unexpected(where: str, match: re.Match[str], text: str) -> str:
     classes = re.findall(r"class_path '([\w.]+)'", text)
     classes = [
         path for path in classes if path != "lightning.Callback"
     ] or classes  # tried for an option of a list, too
     owner = classes[-1].rpartition(".")[2] if classes else where
-    key = found[1]
+    key = match[1]
     if key.partition(".")[0] in OF_COMMANDS:
         return f"the configuration has no option '{key}'. Use {OF_COMMANDS[key.partition('.')[0]]}."
     hint = _options_hint(key.rpartition(".")[2], classes[-1] if classes else "")
@@ -239,8 +239,8 @@ def _unexpected(where: str, found: re.Match[str], text: str) -> str:
     return f"{owner or 'the configuration'} has no option '{key}'{place}. {hint}".strip()
 
 
-def _unexpected_nested(where: str, found: re.Match[str], text: str) -> str:
-    return f"{found[1]} has no option '{found[2]}'. {_options_hint(found[2], f'group:{found[1]}')}".strip()
+def _unexpected_nested(where: str, match: re.Match[str], text: str) -> str:
+    return f"{match[1]} has no option '{match[2]}'. {_options_hint(match[2], f'group:{match[1]}')}".strip()
 
 
 def _options_hint(key: str, class_path: str) -> str:
@@ -256,23 +256,21 @@ def _options_hint(key: str, class_path: str) -> str:
         return suggestion(prefix + key, [prefix + name for name in trainer_options()])
     module, _, name = class_path.rpartition(".")
     try:
-        known = list(inspect.signature(getattr(import_module(module), name)).parameters)
+        arguments = list(inspect.signature(getattr(import_module(module), name)).parameters)
     except (ImportError, AttributeError, ValueError):
         return ""
-    return suggestion(key, known) or (f"It has {', '.join(known)}." if known else "It has none.")
+    return suggestion(key, arguments) or (f"It has {', '.join(arguments)}." if arguments else "It has none.")
 
 
-def _no_mapping(where: str, found: re.Match[str], text: str) -> str:
-    held = f"'{found[1].strip():.40}'" if found[1].strip() else "nothing"
-    return (
-        f"a configuration holds {held}. It has to hold sections: model, data and trainer, each with entries of its own."
-    )
+def _no_mapping(where: str, match: re.Match[str], text: str) -> str:
+    content = f"'{match[1].strip():.40}'" if match[1].strip() else "nothing"
+    return f"a configuration holds {content}. It has to hold sections: model, data and trainer, each with entries of its own."
 
 
-def _unrecognised(where: str, found: re.Match[str], text: str) -> str:
+def _unrecognised(where: str, match: re.Match[str], text: str) -> str:
     from fedlightning.config.class_names import option_names
 
-    words = found[1].strip()
+    words = match[1].strip()
     option = words.split()[0].partition("=")[0]
     instead = REPLACED.get(option.removeprefix("--trainer.")) if option.startswith("--trainer.") else None
     instead = instead or OF_COMMANDS.get(option.removeprefix("--").partition(".")[0])
@@ -296,10 +294,10 @@ def _wrong_value(where: str, text: str) -> str:
     if not useful:
         first = re.sub(r'Parser key "[^"]+":\s*', "", text).strip()
         useful = [first.splitlines()[0].strip()] if first else ["it is not valid"]
-    said = [_plain_words(line).rstrip(".") for line in useful[:3]]
-    given = re.search(r"Given value: (?!NestedArg)([^\n]+)", text)
-    value = f" (given: {_head(given[1].strip())})" if given and given[1].strip() not in " ".join(said) else ""
-    return f"{where}: {'; or '.join(said)}{value}." if where else f"{'; '.join(said)}{value}."
+    reasons = [_plain_words(line).rstrip(".") for line in useful[:3]]
+    match = re.search(r"Given value: (?!NestedArg)([^\n]+)", text)
+    value = f" (given: {_head(match[1].strip())})" if match and match[1].strip() not in " ".join(reasons) else ""
+    return f"{where}: {'; or '.join(reasons)}{value}." if where else f"{'; '.join(reasons)}{value}."
 
 
 def _plain_words(line: str) -> str:
@@ -309,7 +307,7 @@ def _plain_words(line: str) -> str:
     line = re.sub(r"Expected a (a|true|null)", r"must be \1", line)
     line = re.sub(r"Expected an? ", "must be a ", line).replace("a Sequence", "a list")
     line = re.sub(r"Key must be a string, got: (True|False)", _truth_value, line)
-    return re.sub(r"\. Got value: (.+)$", lambda found: f", not '{_head(found[1])}'", line)
+    return re.sub(r"\. Got value: (.+)$", lambda match: f", not '{_head(match[1])}'", line)
 
 
 def _head(value: str) -> str:
@@ -317,6 +315,6 @@ def _head(value: str) -> str:
     return value if len(value) <= LONGEST else f"{value[:LONGEST].rstrip()} ..."
 
 
-def _truth_value(found: re.Match[str]) -> str:
-    words = "on, yes or true" if found[1] == "True" else "off, no or false"
+def _truth_value(match: re.Match[str]) -> str:
+    words = "on, yes or true" if match[1] == "True" else "off, no or false"
     return f"a key is {words}, which YAML reads as a truth value. Put it in quotes"

@@ -51,12 +51,12 @@ def guard_yaml() -> None:
     def loading(text: str) -> Any:
         refuse_form(text)
         try:
-            found = load(text)
+            config = load(text)
         except (ValueError, OverflowError, RecursionError) as error:
             raise YAMLError(f"it has a value that cannot be read: {error}") from None
-        refuse_expansion(found)
-        refuse_two_values(found)
-        return expand_file(found)
+        refuse_expansion(config)
+        refuse_two_values(config)
+        return expand_file(config)
 
     loading.guarded = True  # type: ignore[attr-defined]
     set_loader("yaml", loading, exceptions=(YAMLError,))
@@ -144,8 +144,8 @@ class CommandLine(LightningCLI):
         """Return all options of a command, for completion."""
         parser = LightningArgumentParser(**cls.parser_options(command))
         cls.add_options(parser, command)
-        found = [option for action in parser._actions for option in action.option_strings]
-        return ["--config", "--print_config", *(o for o in found if o.startswith("--")), *nested_options()]
+        options = [option for action in parser._actions for option in action.option_strings]
+        return ["--config", "--print_config", *(o for o in options if o.startswith("--")), *nested_options()]
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add nothing: Lightning's `seed_everything` is `trainer.seed` here."""
@@ -241,10 +241,10 @@ def refuse_grids(words: Sequence[str]) -> None:
     """Refuse grids of `compare` among words of a command line: of an empty method nothing else would be said."""
     for word in words:
         path = Path(word.removeprefix("--config=").removeprefix("-c="))
-        found = None
+        content = None
         with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):  # the parser says what is wrong
-            found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.suffix in (".yaml", ".yml") else None
-        if isinstance(found, dict) and {"methods", "variants"} <= set(found):
+            content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.suffix in (".yaml", ".yml") else None
+        if isinstance(content, dict) and {"methods", "variants"} <= set(content):
             raise InputError(f"{path} is a grid of many runs. Make them with fedlightning compare --grid {path}.")
 
 
@@ -276,14 +276,14 @@ class Formatter(DefaultHelpFormatter):
         return re.sub(r", known subclasses: [^)]*", "", super()._expand_help(action))
 
 
-def tidy_help(parser: LightningArgumentParser, own: Container[str]) -> None:
+def tidy_help(parser: LightningArgumentParser, own_options: Container[str]) -> None:
     """Give the help its titles (the command's own options stand apart), remove markup, and add missing texts."""
     for group in parser._action_groups:
         for action in group._group_actions:
             key = action.dest.partition(".")[0]
             if key in TITLES:
                 group.title = TITLES[key]
-            elif action.dest in own:
+            elif action.dest in own_options:
                 group.title = "this command"
             name = action.dest.removeprefix("trainer.")
             if isinstance(action.help, str) and action.help != SUPPRESS:

@@ -48,22 +48,22 @@ def config_schema() -> dict[str, Any]:
 @cache
 def _classes() -> dict[str, type]:
     """Return the classes whose arguments are known: full path -> class."""
-    found = {}
+    classes = {}
     for path in class_names().values():
         module, _, name = path.rpartition(".")
-        found[path] = getattr(import_module(module), name)
+        classes[path] = getattr(import_module(module), name)
     for package in (loop, virtual_time):
         for name in package.__all__:
             if name != "Loop" and issubclass(getattr(package, name), loop.Loop):
-                found[f"{package.__name__}.{name}"] = getattr(package, name)
-    return found
+                classes[f"{package.__name__}.{name}"] = getattr(package, name)
+    return classes
 
 
 def _a_class() -> dict[str, Any]:
     """Return the schema of a class by name, with its arguments where it is one of ours."""
     short = {path: name for name, path in class_names().items()}
     names = [name for path in _classes() for name in (path, short.get(path)) if name]
-    known = [
+    conditions = [
         {
             "if": {"properties": {"class_path": {"enum": [path, short.get(path, path)]}}, "required": ["class_path"]},
             "then": {"properties": {"init_args": {"anyOf": [{"$ref": f"#/$defs/{path}"}, {"type": "null"}]}}},
@@ -81,7 +81,7 @@ def _a_class() -> dict[str, Any]:
                     "init_args": {"type": ["object", "null"]},
                     "dict_kwargs": {"type": "object"},
                 },
-                "allOf": known,
+                "allOf": conditions,
             },
         ]
     }
@@ -93,7 +93,7 @@ def _arguments(cls: type) -> dict[str, Any]:
         parameters = inspect.signature(cls, eval_str=True).parameters
     except (NameError, TypeError):  # names that are imported for type checkers only
         parameters = inspect.signature(cls).parameters
-    open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     described = argument_texts(cls)
     properties = {}
     for name, parameter in parameters.items():

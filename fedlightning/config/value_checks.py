@@ -39,8 +39,8 @@ _OF_A_SHELL = re.compile(r"\$\{[^}]*\}|\$\(|^\$[A-Z_][A-Z0-9_]*(?=/|$)|^~\w*(?=/
 def refuse_misread(words: Sequence[str], config: Any) -> None:
     """Refuse texts of a command line that became numbers and are not written as one, such as `1_0`."""
     for word, following in pairwise([*words, ""]):
-        option, given, text = word.partition("=")
-        text = text if given else following
+        option, equals, text = word.partition("=")
+        text = text if equals else following
         if option.startswith("--") and not is_plain(text):
             value = config
             for step in option.removeprefix("--").split("."):
@@ -81,15 +81,15 @@ def refuse_form(text: str) -> None:
                     f"{event.value:.60}{place} is another number than it looks (YAML reads 010 as 8, 1:30 as 90): write a "
                     "number in plain digits, and a text in quotes"
                 )
-            known = keys[-1] if keys else None
-            if known is not None:
+            names = keys[-1] if keys else None
+            if names is not None:
                 if key_next[-1] and isinstance(event, yaml.ScalarEvent) and event.value != "<<":
-                    if event.value in known:
+                    if event.value in names:
                         line = event.start_mark.line + 1 if event.start_mark else 0
                         raise YAMLError(
                             f"the key '{event.value:.60}' stands there twice, the second time in line {line}"
                         )
-                    known.add(event.value)
+                    names.add(event.value)
                 key_next[-1] = not key_next[-1]
             if isinstance(event, yaml.CollectionStartEvent):
                 is_mapping = isinstance(event, yaml.MappingStartEvent)
@@ -156,9 +156,9 @@ def check_values(config: Mapping[str, Any], trainer: type) -> None:
             config.get(section), section, trainer if section == "trainer" else None
         ):
             for place, leaf in _leaves(path, value):
-                if isinstance(leaf, str) and (found := _OF_A_SHELL.search(leaf)):
+                if isinstance(leaf, str) and (match := _OF_A_SHELL.search(leaf)):
                     raise InputError(
-                        f"{place}: {leaf!r:.80} holds {found[0]}, which is not replaced here. Write it out."
+                        f"{place}: {leaf!r:.80} holds {match[0]}, which is not replaced here. Write it out."
                     )
             kind = class_of(owner) if isinstance(owner, str) else owner
             package = kind.__module__.partition(".")[0] if kind is not None else ""

@@ -46,20 +46,20 @@ ALIKE, ALIKE_EVENT = 0.88, 0.8
 METHODS = (staticmethod, classmethod, property, cached_property)
 
 
-def refuse_misspelt(kind: type, known: Collection[str], own: Collection[type]) -> None:
+def refuse_misspelt(kind: type, allowed: Collection[str], classes: Collection[type]) -> None:
     """Refuse public methods that are no hooks but nearly have the name of one, and hooks that are gone.
 
     Args:
         kind: The class that is being defined.
-        known: Names of all hooks, Lightning's and those of families too.
-        own: The class and its bases outside the contract, whose methods are looked at.
+        allowed: Names of all hooks, Lightning's and those of families too.
+        classes: The class and its bases outside the contract, whose methods are looked at.
 
     Raises:
         TypeError: With the name that was meant, or what to write.
     """
-    hooks = [name for name in known if not name.startswith("_")]
-    for name, value in ((name, value) for one in own for name, value in vars(one).items()):
-        if name in known or name.startswith("_"):
+    hooks = [name for name in allowed if not name.startswith("_")]
+    for name, value in ((name, value) for base in classes for name, value in vars(base).items()):
+        if name in allowed or name.startswith("_"):
             continue
         if name in REMOVED:
             raise TypeError(f"{kind.__name__} defines {name}, which nothing reads any more. {REMOVED[name]}")
@@ -179,19 +179,19 @@ class FederatedCallback(Callback):
         if maker is not object and not issubclass(maker, FederatedCallback):  # of a mixin, which nobody has checked
             cls.__init__ = maker.__init__  # type: ignore[method-assign]
         check_on_creation(cls)
-        own = [kind for kind in cls.__mro__ if kind.__module__ not in CONTRACT]
-        for name in (name for name in sorted(OF_FACTS) if any(name in vars(kind) for kind in own)):
+        classes = [kind for kind in cls.__mro__ if kind.__module__ not in CONTRACT]
+        for name in (name for name in sorted(OF_FACTS) if any(name in vars(kind) for kind in classes)):
             raise TypeError(
                 f"{cls.__name__} sets {name}, which nothing reads there: it is said in facts, as in "
                 f"{cls.__name__}.facts = Facts({name}=...)."
             )
         for name, family in FAMILIES.items():
-            if any(name in vars(kind) for kind in own) and not cls.is_of(family):
+            if any(name in vars(kind) for kind in classes) and not cls.is_of(family):
                 raise TypeError(
                     f"{cls.__name__} defines {name}, which is a method of fedlightning.algorithm.{family}. Derive "
                     f"{cls.__name__} from {family}."
                 )
-        refuse_misspelt(cls, {*dir(FederatedCallback), *FAMILIES}, own)
+        refuse_misspelt(cls, {*dir(FederatedCallback), *FAMILIES}, classes)
         refuse_lost_facts(cls)
 
     @classmethod
@@ -354,36 +354,38 @@ class FederatedCallback(Callback):
         raise NotImplementedError
 
 
-def refuse_lost_facts(kind: type[FederatedCallback], made: FederatedCallback | None = None) -> None:
+def refuse_lost_facts(kind: type[FederatedCallback], instance: FederatedCallback | None = None) -> None:
     """Refuse a class whose facts are in the place of those of a base, and do not say what these do.
 
     Args:
         kind: The class.
-        made: An object of it, which answers properties; without it only what is written down is compared.
+        instance: An object of it, which answers properties; without it only what is written down is compared.
 
     Raises:
         TypeError: Naming both classes and what is lost.
     """
-    said = [(one, vars(one)["facts"]) for one in kind.__mro__ if "facts" in vars(one) and one is not FederatedCallback]
-    if not said:
+    declared = [
+        (base, vars(base)["facts"]) for base in kind.__mro__ if "facts" in vars(base) and base is not FederatedCallback
+    ]
+    if not declared:
         return
-    owner, facts = said[0]
+    owner, facts = declared[0]
     if not isinstance(facts, Facts | property | cached_property):
         raise TypeError(
             f"{owner.__name__}.facts is {facts!r}. Write facts = Facts(...), or a property that returns one."
         )
-    found: Any = facts if made is None else made.facts
-    compared = isinstance(found, Facts) and found.takes_part  # one that only watches changes and needs nothing
-    for base, before in said[1:] if compared else ():
-        if isinstance(before, property) and (made is not None or base.__module__ in CONTRACT):
+    actual: Any = facts if instance is None else instance.facts
+    compared = isinstance(actual, Facts) and actual.takes_part  # one that only watches changes and needs nothing
+    for base, before in declared[1:] if compared else ():
+        if isinstance(before, property) and (instance is not None or base.__module__ in CONTRACT):
             assert before.fget is not None
-            before = before.fget(made or object.__new__(base))  # a family's asks nothing of the object
+            before = before.fget(instance or object.__new__(base))  # a family's asks nothing of the object
         if not isinstance(before, Facts):
             continue
-        lost = [change.name for change in before.changes if change not in found.changes]
-        lost += [f"'{need.what}'" for need in before.needs if need not in found.needs]
-        lost += [repr(one) for one in before.requires if one not in found.requires]
-        lost += ["asynchronous"] if before.asynchronous is not None and found.asynchronous is None else []
+        lost = [change.name for change in before.changes if change not in actual.changes]
+        lost += [f"'{need.what}'" for need in before.needs if need not in actual.needs]
+        lost += [repr(requirement) for requirement in before.requires if requirement not in actual.requires]
+        lost += ["asynchronous"] if before.asynchronous is not None and actual.asynchronous is None else []
         if lost:
             raise TypeError(
                 f"{owner.__name__}.facts takes the place of {base.__name__}.facts in {kind.__name__} and leaves out "

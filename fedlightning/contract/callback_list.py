@@ -84,10 +84,10 @@ class CallbackList:
         self.callbacks = sorted(self.callbacks, key=lambda callback: callback.rank)
         wishes = {callback.key: callback.weighting for callback in self.callbacks if callback.weighting is not None}
         if any(wish != next(iter(wishes.values())) for wish in wishes.values()):
-            said = {key: "a function of its own" if callable(wish) else wish for key, wish in wishes.items()}
+            wordings = {key: "a function of its own" if callable(wish) else wish for key, wish in wishes.items()}
             raise ValueError(
-                f"Callbacks ask for different weightings: {said}. A mean has one: set the same `weighting` on them, or none "
-                "beside one that weighs by a function of its own."
+                f"Callbacks ask for different weightings: {wordings}. A mean has one: set the same `weighting` on "
+                "them, or none beside one that weighs by a function of its own."
             )
         for key, wish in wishes.items():
             if not callable(wish) and not (isinstance(wish, str) and wish in WEIGHTINGS):
@@ -104,8 +104,9 @@ class CallbackList:
     def __radd__(self, other: Iterable[object]) -> Any:
         """Refuse what Lightning's Tuner does: `[callback] + trainer.callbacks`."""
         raise ConfigurationError(
-            f"{', '.join(type(one).__name__ for one in other)} cannot be added to the callbacks of a FederatedTrainer, which "
-            f"has read them. Use {FIXED}; Lightning's Tuner tunes on one client: Tuner(Trainer()).lr_find(module, loader)."
+            f"{', '.join(type(new).__name__ for new in other)} cannot be added to the callbacks of a FederatedTrainer, "
+            f"which has read them. Use {FIXED}; Lightning's Tuner tunes on one client: "
+            "Tuner(Trainer()).lr_find(module, loader)."
         )
 
     def __iter__(self) -> Iterator[FederatedCallback]:
@@ -123,7 +124,9 @@ class CallbackList:
 
     def answering(self, kind: type[T], name: str) -> T | None:
         """Return the callback of a family that answers role `name`, or `None` for the core's default."""
-        return next((one for one in self.callbacks if isinstance(one, kind) and one.claims(name)), None)
+        return next(
+            (callback for callback in self.callbacks if isinstance(callback, kind) and callback.claims(name)), None
+        )
 
     def making(self, change: Change) -> list[FederatedCallback]:
         """Return the callbacks that declare a change."""
@@ -136,17 +139,19 @@ class CallbackList:
 
     def withholding(self, kind: Kind) -> str:
         """Return the key of the first callback that does not let such items leave clients; empty: none."""
-        return next((one.key for one in self.protecting if one.covers(OutgoingItem(kind)) == "withheld"), "")
+        return next(
+            (callback.key for callback in self.protecting if callback.covers(OutgoingItem(kind)) == "withheld"), ""
+        )
 
     @property
     def covers_training(self) -> bool:
         """Whether the noise of what leaves is in what training has left, and in nothing else."""
-        return any(one.covers_training for one in self.protecting)
+        return any(callback.covers_training for callback in self.protecting)
 
     @property
     def hides_clients(self) -> bool:
         """Whether a callback hides clients: each counts whatever its training did, and nothing goes by its update's size."""
-        return any(one.hides_clients for one in self.protecting)
+        return any(callback.hides_clients for callback in self.protecting)
 
     def weight(self, server: Server, update: Update) -> float:
         """Return an update's weight before normalisation, by the weighting that the callbacks agree on."""
@@ -164,7 +169,11 @@ class CallbackList:
 
     def intercepting(self) -> list[UpdateInterception]:
         """Return the callbacks that change updates on their way."""
-        return [one for one in self.callbacks if isinstance(one, UpdateInterception) and one.claims("intercept")]
+        return [
+            callback
+            for callback in self.callbacks
+            if isinstance(callback, UpdateInterception) and callback.claims("intercept")
+        ]
 
     def find(self, kind: type[T]) -> T | None:
         """Return the first callback of a class, or `None`."""

@@ -94,7 +94,7 @@ def refuse_other_words(owner: str, changes: object, names: Collection[str] = ())
     """
     other = isinstance(changes, str) or not isinstance(changes, Collection)
     listed: Iterable[object] = () if other else changes  # type: ignore[assignment]
-    wrong = [changes] if other else [one for one in listed if not isinstance(one, Change) and one not in names]
+    wrong = [changes] if other else [entry for entry in listed if not isinstance(entry, Change) and entry not in names]
     if wrong:
         raise TypeError(
             f"{owner} got {wrong[0]!r} for changes. Give a list of members of Change, such as [Change.PARTS]"
@@ -231,7 +231,7 @@ class Facts:
         refuse_other_words("Facts", self.changes)
         if isinstance(self.needs, Need) or any(not isinstance(need, Need) for need in self.needs):
             raise TypeError(f"Facts got needs={self.needs!r}. Give a list of Need(...).")
-        if any(not callable(getattr(one, "check", None)) for one in self.requires):
+        if any(not callable(getattr(requirement, "check", None)) for requirement in self.requires):
             raise TypeError(
                 f"Facts got requires={self.requires!r}. Give a list of requirements, such as LocalSteps(...)."
             )

@@ -272,7 +272,7 @@ def check_extras(
     Raises:
         ValueError: Naming the callback, the entry, the rule.
     """
-    known = dict(sizes or {})
+    lengths = dict(sizes or {})
     for name, value in extras.items():
         if name not in declared:
             raise ValueError(
@@ -295,12 +295,13 @@ def check_extras(
                 isinstance(value, Tensor)
                 and len(value.shape) == len(spec)
                 and all(
-                    want in (-1, have) for want, have in zip(_sized(spec, known, value.shape), value.shape, strict=True)
+                    want in (-1, have)
+                    for want, have in zip(_sized(spec, lengths, value.shape), value.shape, strict=True)
                 )
             )
         if not fits:
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{key} declares '{name}' as {spec!r} but sends {found}. Send what wire() declares.")
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{key} declares '{name}' as {spec!r} but sends {shape}. Send what wire() declares.")
 
 
 def sizes_in(extras: Mapping[str, Any], declared: Mapping[str, Spec]) -> dict[str, int]:

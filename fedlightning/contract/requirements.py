@@ -134,7 +134,7 @@ class LastingMemory(Requirement):
     usual = "Set optimizer_state='keep', or use SGD without momentum."
 
     def fault(self, owner: Any, setup: Setup) -> str:
-        names = [type(one).__name__ for one in setup.optimizers if not _is_sgd(one, momentum=False)]
+        names = [type(optimizer).__name__ for optimizer in setup.optimizers if not _is_sgd(optimizer, momentum=False)]
         forgets = setup.run.optimizer_state != "keep" and names
         return f", and the memory of its {names[0]} begins anew in each" if forgets else ""
 
@@ -185,7 +185,9 @@ class PlainSGD(Requirement):
     advises = True
 
     def fault(self, owner: Any, setup: Setup) -> str:
-        other = next((one for one in setup.optimizers if not _is_sgd(one, self.of == "momentum")), None)
+        other = next(
+            (optimizer for optimizer in setup.optimizers if not _is_sgd(optimizer, self.of == "momentum")), None
+        )
         name = type(other).__name__.replace("SGD", "SGD with momentum")
         return f", and the module's optimizer is {name}" if other else ""
 
@@ -202,7 +204,7 @@ class NoWeightDecay(Requirement):
     usual = "Set weight_decay=0."
 
     def fault(self, owner: Any, setup: Setup) -> str:
-        decays = any(group.get("weight_decay") for one in setup.optimizers for group in one.param_groups)
+        decays = any(group.get("weight_decay") for optimizer in setup.optimizers for group in optimizer.param_groups)
         return f", and {type(setup.template).__name__}'s optimizer decays weights" if decays else ""
 
 
@@ -233,7 +235,12 @@ class NoOvershoot(Requirement):
     def fault(self, owner: Any, setup: Setup) -> str:
         pull = getattr(owner, self.pull or self.of)
         pull = pull(setup.data.num_samples) if callable(pull) else pull
-        rates = [group["lr"] for one in setup.optimizers if _is_sgd(one, self.warns) for group in one.param_groups]
+        rates = [
+            group["lr"]
+            for optimizer in setup.optimizers
+            if _is_sgd(optimizer, self.warns)
+            for group in optimizer.param_groups
+        ]
         step = pull * max(rates, default=0.0)
         way = f"in every step, and 2 or more diverges: use a learning rate below {2.0 / (pull or 1.0):.3g}"
         return f" = {step:.3g} of its way {way}, or a smaller {self.of}" if step >= self.limit else ""

@@ -41,16 +41,16 @@ def load_initial_weights(module: LightningModule, path: str | Path | None) -> Li
     """
     if path is None:
         return module
-    state, own = read_state(path), module_state(module)
+    state, module_entries = read_state(path), module_state(module)
     where = f"init_from={str(path)!r} does not fit {type(module).__name__}"
-    missing = [name for name in own if name not in state]
-    unexpected = [name for name in state if name not in own]
+    missing = [name for name in module_entries if name not in state]
+    unexpected = [name for name in state if name not in module_entries]
     if missing or unexpected:
         parts = [f"{what} {_some(names)}" for what, names in (("lacks", missing), ("has besides", unexpected)) if names]
         raise ConfigurationError(
             f"{where}: the file {' and '.join(parts)}. Save the state_dict of a module like this one, with its names."
         )
-    for name, value in own.items():
+    for name, value in module_entries.items():
         if state[name].shape != value.shape:
             raise ConfigurationError(
                 f"{where}: '{name}' has the shape {tuple(state[name].shape)} in the file and {tuple(value.shape)} in the "
@@ -64,9 +64,9 @@ def load_initial_weights(module: LightningModule, path: str | Path | None) -> Li
 def read_privacy(path: str | Path) -> dict[str, Any]:
     """Return the epsilon and delta that an exported checkpoint says were spent on it; empty if it says none."""
     content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    own = content.get("fedlightning") if isinstance(content, Mapping) else None
-    told = own.get("privacy") if isinstance(own, Mapping) else None
-    spent = {name: told.get(name) for name in ("epsilon", "delta")} if isinstance(told, Mapping) else {}
+    header = content.get("fedlightning") if isinstance(content, Mapping) else None
+    privacy = header.get("privacy") if isinstance(header, Mapping) else None
+    spent = {name: privacy.get(name) for name in ("epsilon", "delta")} if isinstance(privacy, Mapping) else {}
     return spent if spent and all(isinstance(value, float) and value >= 0 for value in spent.values()) else {}
 
 
@@ -83,12 +83,12 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
             "torch.save(module.state_dict(), path)."
         ) from error
     state = content.get("state_dict", content) if isinstance(content, Mapping) else None
-    own = content.get("fedlightning") if isinstance(content, Mapping) else None
+    header = content.get("fedlightning") if isinstance(content, Mapping) else None
     if (
-        isinstance(state, Mapping) and isinstance(own, Mapping) and "base" in own
+        isinstance(state, Mapping) and isinstance(header, Mapping) and "base" in header
     ):  # an export without its frozen network
         try:
-            state = {**state, **_base_values(Path(path), own["base"])}
+            state = {**state, **_base_values(Path(path), header["base"])}
         except UnreadableError as error:
             raise ConfigurationError(f"init_from={str(path)!r} cannot be begun with: {error}.") from error
     if not isinstance(state, Mapping) or not state or not all(isinstance(value, Tensor) for value in state.values()):
@@ -113,21 +113,21 @@ class _Writer(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.left_out = []
-        found = self._plain(checkpoint) | {"fedlightning": self.own}
+        content = self._plain(checkpoint) | {"fedlightning": self.own}
         if "wrapped" in self.own:  # the one place whose names load_from_checkpoint shows where they do not fit
-            found["state_dict"] = {OPEN_WITH_LOAD: torch.empty(0), **found["state_dict"]}
-        save_tensors(found, Path(path))
+            content["state_dict"] = {OPEN_WITH_LOAD: torch.empty(0), **content["state_dict"]}
+        save_tensors(content, Path(path))
         seal(Path(path))
 
     def _plain(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        found = {}
+        plain = {}
         for name, value in checkpoint.items():
             if name in ("state_dict", LightningModule.CHECKPOINT_HYPER_PARAMS_KEY):
                 kept = {key: self._entry(f"{name}['{key}']", entry) for key, entry in value.items()}
-                found[name] = {key: entry for key, entry in kept.items() if entry is not _LEFT_OUT}
+                plain[name] = {key: entry for key, entry in kept.items() if entry is not _LEFT_OUT}
             else:
-                found[name] = self._entry(f"['{name}']", value)
-        return {name: value for name, value in found.items() if value is not _LEFT_OUT}
+                plain[name] = self._entry(f"['{name}']", value)
+        return {name: value for name, value in plain.items() if value is not _LEFT_OUT}
 
     def _entry(self, name: str, value: Any) -> Any:
         try:
@@ -193,19 +193,19 @@ class Exporter:
 
     def save(self, path: Path, module: LightningModule, extra: dict[str, Any], architecture: str = "") -> None:
         """Save a module."""
-        kind, known = self._of(architecture)
-        own = {"class": f"{kind.__module__}:{kind.__qualname__}", **extra}
+        kind, template_shapes = self._of(architecture)
+        header = {"class": f"{kind.__module__}:{kind.__qualname__}", **extra}
         shapes = {name: value.shape for name, value in module_state(module).items()}
-        self._writer.own = own
-        is_wrapped = type(module) is not kind or shapes != known
+        self._writer.own = header
+        is_wrapped = type(module) is not kind or shapes != template_shapes
         with self._without_base(path, module, self._base_of(architecture) if is_wrapped else {}):
             if is_wrapped:
                 self._write_down("wrapped", module, f"{path.name} holds the weights of a wrapped {kind.__name__}")
             else:
-                describe(own, module)
+                describe(header, module)
             with replacing(path) as temporary:
                 self._write(temporary, module)
-                if self._writer.left_out and not own.keys() & {"wrapped", "module"}:
+                if self._writer.left_out and not header.keys() & {"wrapped", "module"}:
                     left = ", ".join(self._writer.left_out)
                     self._write_down("module", module, f"{path.name} is without {left}, which are no plain values")
                     self._write(temporary, module)
@@ -269,11 +269,11 @@ def write_base(folder: Path, name: str, base: State) -> None:
             seal(temporary)
 
 
-def describe(own: dict[str, Any], module: LightningModule) -> None:
+def describe(header: dict[str, Any], module: LightningModule) -> None:
     """Write a module of ours down as a plain tree, which opens without trust: nothing is called with what a file says."""
     if is_ours(module):
         with suppress(NotPlainError):
-            own["module"] = to_tree(module, "it")
+            header["module"] = to_tree(module, "it")
 
 
 def is_ours(module: LightningModule) -> bool:
@@ -333,18 +333,18 @@ def load(
 def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: dict[str, Any]) -> LightningModule:
     checkpoint = _read(path)
     checkpoint["state_dict"].pop(OPEN_WITH_LOAD, None)
-    own = checkpoint["fedlightning"]
-    wrapped = own.get("wrapped")
+    header = checkpoint["fedlightning"]
+    wrapped = header.get("wrapped")
     if wrapped is not None:
         loaded = from_tree(wrapped, trust)
-        if isinstance(loaded, LightningModule) and "base" in own:
-            _put_base(loaded, path, own["base"], module)
+        if isinstance(loaded, LightningModule) and "base" in header:
+            _put_base(loaded, path, header["base"], module)
     elif module is not None:
-        if "base" in own:
-            checkpoint["state_dict"] |= _base_values(path, own["base"], otherwise=module)
+        if "base" in header:
+            checkpoint["state_dict"] |= _base_values(path, header["base"], otherwise=module)
         loaded = _filled(module, checkpoint)
-    elif "module" in own and not hparams:
-        loaded = from_tree(own["module"], trust)
+    elif "module" in header and not hparams:
+        loaded = from_tree(header["module"], trust)
     else:
         loaded = _from_class(path, checkpoint, trust, hparams)
     if not isinstance(loaded, LightningModule):
@@ -412,21 +412,21 @@ def _filled(module: LightningModule, checkpoint: dict[str, Any]) -> LightningMod
         module.on_load_checkpoint(checkpoint)
     except Exception as error:  # of the user's code
         raise UnreadableError(f"{kind}.on_load_checkpoint fails: {type(error).__name__}: {error}") from error
-    own, saved = module_state(module), checkpoint["state_dict"]
+    entries, saved = module_state(module), checkpoint["state_dict"]
     extra = {
-        name: saved[name] for name in module.state_dict() if name in saved and name not in own
+        name: saved[name] for name in module.state_dict() if name in saved and name not in entries
     }  # of get_extra_state
     state = {name: value for name, value in saved.items() if name not in extra}
-    more = next((name for name in state if name not in own), None)
+    more = next((name for name in state if name not in entries), None)
     if more is not None:
         raise UnreadableError(f"it has '{more}', which {kind} does not have")
-    for name, value in own.items():
-        found = state.get(name)
-        if found is None and not module.strict_loading:
+    for name, value in entries.items():
+        entry = state.get(name)
+        if entry is None and not module.strict_loading:
             continue
-        if not isinstance(found, Tensor) or found.shape != value.shape:
-            has = f"has shape {tuple(found.shape)}" if isinstance(found, Tensor) else "is missing"
-            way = "" if isinstance(found, Tensor) else " (a module that has it anyway says so: strict_loading = False)"
+        if not isinstance(entry, Tensor) or entry.shape != value.shape:
+            has = f"has shape {tuple(entry.shape)}" if isinstance(entry, Tensor) else "is missing"
+            way = "" if isinstance(entry, Tensor) else " (a module that has it anyway says so: strict_loading = False)"
             raise UnreadableError(f"'{name}' of {kind}, of shape {tuple(value.shape)}, {has} in it{way}")
     load_state(module, state)
     module.load_state_dict(extra, strict=False)

@@ -140,14 +140,16 @@ class Deploy(PlainTask):
 
     def module(self, runner: ClientRuntime, record: ClientRecord) -> LightningModule:
         """Return the module."""
-        own = record.checkpoints.values()
-        kept = next((entry for entry in own if entry["name"] == self.kept), None) if self.kept else None
+        entries = record.checkpoints.values()
+        kept = next((entry for entry in entries if entry["name"] == self.kept), None) if self.kept else None
         if self.kept and kept is None:
-            raise ValueError(f"There is no checkpoint '{self.kept}' here; there is {[entry['name'] for entry in own]}.")
+            raise ValueError(
+                f"There is no checkpoint '{self.kept}' here; there is {[entry['name'] for entry in entries]}."
+            )
         with open_client(runner, self.message, record, evaluating=True) as visited:
             module = find_personal_module(runner, visited, self.stage if kept is None else kept["stage"])
-            own = visited.record.checkpoints.values()
-            load_state(module, next((entry["model"] for entry in own if entry["name"] == self.kept), {}))
+            entries = visited.record.checkpoints.values()
+            load_state(module, next((entry["model"] for entry in entries if entry["name"] == self.kept), {}))
         return module
 
     def lost(self, reason: str) -> Deployed:
@@ -203,7 +205,7 @@ def predictions(
     module: LightningModule, dataloaders: Any, arguments: Mapping[str, Any], callbacks: Iterable[Callback]
 ) -> list[Any] | None:
     """Predict with a module, quietly; those of the run's Lightning callbacks that have hooks of prediction are called."""
-    called = [one for one in callbacks if any("predict" in hook for hook in of_callback(type(one)))]
+    called = [callback for callback in callbacks if any("predict" in hook for hook in of_callback(type(callback)))]
     with quiet():
         trainer = Trainer(
             callbacks=called,
@@ -229,9 +231,9 @@ def no_checkpoint(client: str, reason: str) -> str:
 
 def exporter_of(blueprint: Blueprint) -> Exporter:
     """Return the exporter of a blueprint: one in a process, since a Trainer takes longer to make than a small file."""
-    found: Exporter = blueprint.tools.setdefault("exporter", None) or Exporter(blueprint.template_of, blueprint.base)
-    blueprint.tools["exporter"] = found
-    return found
+    exporter: Exporter = blueprint.tools.setdefault("exporter", None) or Exporter(blueprint.template_of, blueprint.base)
+    blueprint.tools["exporter"] = exporter
+    return exporter
 
 
 def deployed(server: Server, engine: Engine, client: str | None, checkpoint: str) -> LightningModule | Deploy:
@@ -239,15 +241,18 @@ def deployed(server: Server, engine: Engine, client: str | None, checkpoint: str
     if client is not None and client not in server.num_samples and client not in server.held_out:
         raise ValueError(f"There is no client '{client}'. The clients are {listed(map(repr, server.clients), 20)}.")
     if client is None:
-        chosen, known = server.selected(checkpoint), [kept["name"] for kept in server.checkpoints.values()]
+        chosen, names = server.selected(checkpoint), [kept["name"] for kept in server.checkpoints.values()]
     else:
-        own = engine.store.note(client).checkpoints.values()
-        chosen, known = next((entry for entry in own if entry["name"] == checkpoint), None), [k["name"] for k in own]
+        records = engine.store.note(client).checkpoints.values()
+        chosen, names = (
+            next((entry for entry in records if entry["name"] == checkpoint), None),
+            [k["name"] for k in records],
+        )
         ours = server.selected(checkpoint, client) if server.callbacks.role("model_of") is not None else None
         if chosen is None and ours is not None:
             return server.module_with(ours["model"], ours["of"])
     if chosen is None and checkpoint != "latest":
-        raise ValueError(f"There is no checkpoint '{checkpoint}' here; there is {known}.")
+        raise ValueError(f"There is no checkpoint '{checkpoint}' here; there is {names}.")
     if client is None:
         module = server.global_with(chosen["model"]) if chosen is not None else server.global_module(None)
         if module is None:
@@ -261,10 +266,10 @@ def deployed(server: Server, engine: Engine, client: str | None, checkpoint: str
 
 def deployed_module(server: Server, engine: Engine, client: str | None, checkpoint: str) -> LightningModule:
     """Return a module that holds the global model, or the model that a client deploys; arguments as of :func:`deployed`."""
-    found = deployed(server, engine, client, checkpoint)
-    if isinstance(found, LightningModule):
-        return found
-    module = engine.ask(found).module
+    model_or_task = deployed(server, engine, client, checkpoint)
+    if isinstance(model_or_task, LightningModule):
+        return model_or_task
+    module = engine.ask(model_or_task).module
     assert module is not None
     return module
 
@@ -278,7 +283,7 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
     not have the run's folder, each writes into one of its own, and `checkpoints/clients.json` says where; or
     (`engine.brings_models`) they are sent, and lie where they always do.
     """
-    told = len(server.failures)
+    failures = len(server.failures)
     folder = run.path / "checkpoints"
     with writing(folder):
         (folder / "clients").mkdir(parents=True, exist_ok=True)
@@ -295,9 +300,9 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
     clients = _with_files(server, engine)
     tasks = _tasks(server, engine, clients, folder / "clients", shared, unsent, spent_in(run.path))
     answers = map(Brought(server, folder).keep, engine.map(tasks)) if engine.brings_models else engine.map(tasks)
-    found = {one.client: one for one in answers}
+    answers_by_client = {answer.client: answer for answer in answers}
     for client in clients:
-        path, answer = folder / "clients" / file_of(client), found.get(client)
+        path, answer = folder / "clients" / file_of(client), answers_by_client.get(client)
         if answer is None or answer.reason is not None:
             reason = no_checkpoint(client, unsent[client] if answer is None else str(answer.reason))
             stop_at(engine.attempts.policy, reason, AFTER_LAST_ROUND)
@@ -319,18 +324,18 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
             write_text_atomically(places, readable_json(where))
         else:
             places.unlink(missing_ok=True)
-    return len(server.failures) > told
+    return len(server.failures) > failures
 
 
 def spent_in(folder: Path | None) -> dict[str, Any]:
     """Return what the models of a run have spent, as its `privacy.json` says: an exported file carries it along."""
     if folder is None or not (folder / PRIVACY).exists():
         return {}
-    told = read_json(folder / PRIVACY)
-    total = told.get("together", told)
+    account = read_json(folder / PRIVACY)
+    total = account.get("together", account)
     if total["epsilon"] is None:
         return {}
-    return {"privacy": {name: total[name] for name in ("epsilon", "delta")} | {"unit": told.get("unit", "client")}}
+    return {"privacy": {name: total[name] for name in ("epsilon", "delta")} | {"unit": account.get("unit", "client")}}
 
 
 PRIVACY = "privacy.json"
@@ -412,14 +417,14 @@ class Brought:
 
     def _put_base(self, client: str, content: dict[str, Any]) -> None:
         """Write the frozen network that a model belongs to, which its site does not send: here it is built alike."""
-        told = content[OWN].get("base")
-        names = told.get("names") if isinstance(told, dict) else None
-        if not isinstance(told, dict) or not isinstance(names, list):
+        header = content[OWN].get("base")
+        names = header.get("names") if isinstance(header, dict) else None
+        if not isinstance(header, dict) or not isinstance(names, list):
             return
         built = self._server.blueprint.base(self._server.architecture_of(client).name)
         base = {name: built[name] for name in names if isinstance(name, str) and name in built}
-        if told.get("hash") == state_digest(base):  # else who opens the file is told what is missing
-            checkpoints.write_base(self._folder, told["hash"], base)
+        if header.get("hash") == state_digest(base):  # else who opens the file is told what is missing
+            checkpoints.write_base(self._folder, header["hash"], base)
 
     def _describe(self, client: str, content: dict[str, Any]) -> None:
         """Write the module down from this side's template, where the file needs no other."""
@@ -433,22 +438,22 @@ class Brought:
 
     def _fault(self, client: str, content: Mapping[str, Any] | None) -> str | None:
         """Return why this is no checkpoint of the client; `None`: it is one."""
-        found, own = (content or {}).get("state_dict"), (content or {}).get(OWN)
-        entries = isinstance(found, dict) and all(isinstance(entry, Tensor) for entry in found.values())
-        if not entries or not isinstance(own, dict) or own.get("client") != client:
+        state, header = (content or {}).get("state_dict"), (content or {}).get(OWN)
+        entries = isinstance(state, dict) and all(isinstance(entry, Tensor) for entry in state.values())
+        if not entries or not isinstance(header, dict) or header.get("client") != client:
             return "its site sends no checkpoint of it"
         template = self._server.blueprint.template_of(self._server.architecture_of(client).name)
-        known, given = template.hparams, (content or {}).get(HPARAMS, {})
-        if not isinstance(given, dict):
+        hparams, sent = template.hparams, (content or {}).get(HPARAMS, {})
+        if not isinstance(sent, dict):
             return "its site sends a checkpoint without named hyper-parameters"
         # Lightning calls the function that `_instantiator` names: no site says which
-        names = (name for name in given if str(name).startswith("_"))
-        strange = next((name for name in names if name not in known or known[name] != given[name]), None)
+        names = (name for name in sent if str(name).startswith("_"))
+        strange = next((name for name in names if name not in hparams or hparams[name] != sent[name]), None)
         return None if strange is None else f"its site sends a checkpoint with the hyper-parameter {strange!r:.60}"
 
 
-def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _alike(first: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two checkpoints hold the same model of the same class."""
-    mine, theirs = one["state_dict"], other["state_dict"]
-    kinds = [(content[OWN].get("class"), "wrapped" in content[OWN]) for content in (one, other)]
+    mine, theirs = first["state_dict"], other["state_dict"]
+    kinds = [(content[OWN].get("class"), "wrapped" in content[OWN]) for content in (first, other)]
     return kinds[0] == kinds[1] and equal(mine, theirs)

@@ -42,9 +42,9 @@ def context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     short_sockets()
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([_PRELOAD])  # without effect once the server runs
-    return found
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload([_PRELOAD])  # without effect once the server runs
+    return forkserver
 
 
 # -- a function --------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Child:
             file.seek(self._log_start)
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         last = lines[-1] if lines else f"It ended with exit code {code}."
-        sentences = [found[1] for line in lines if (found := _SENTENCE.fullmatch(line))]
+        sentences = [match[1] for line in lines if (match := _SENTENCE.fullmatch(line))]
         return sentences[-1] if code == 2 and sentences else last
 
 

@@ -169,15 +169,19 @@ def check_metric(folder: Path, metric: str) -> None:
     from fedlightning.study.measures import RunScores
     from fedlightning.study.runs import load_run
 
-    known = RunScores(load_run(folder)).metrics("test")
+    metrics = RunScores(load_run(folder)).metrics("test")
     kept = "Finished runs are kept: the same command with another --metric goes on from there."
-    refuse_unknown(metric, known, f"the run in {folder} has no such score on test data. It has", kept)
+    refuse_unknown(metric, metrics, f"the run in {folder} has no such score on test data. It has", kept)
 
 
-def refuse_unknown(metric: str, known: Sequence[str], fault: str, otherwise: str) -> None:
+def refuse_unknown(metric: str, metrics: Sequence[str], fault: str, otherwise: str) -> None:
     """Refuse a metric that is not one of those known, if any is; `fault` and `otherwise` say where, and what then."""
-    if known and bare(metric) not in known:
-        words = [f"--metric is '{metric}', and {fault} {', '.join(known)}.", suggestion(bare(metric), known), otherwise]
+    if metrics and bare(metric) not in metrics:
+        words = [
+            f"--metric is '{metric}', and {fault} {', '.join(metrics)}.",
+            suggestion(bare(metric), metrics),
+            otherwise,
+        ]
         raise InputError(" ".join(filter(None, words)))
 
 
@@ -207,12 +211,12 @@ class Estimate:
     Args:
         tasks: Runs to be made.
         jobs: Number of runs at a time.
-        known: Method -> seconds of runs that were finished before.
+        seconds_by_name: Method -> seconds of runs that were finished before.
     """
 
-    def __init__(self, tasks: Sequence[Task], jobs: int, known: Mapping[str, Sequence[float]]) -> None:
+    def __init__(self, tasks: Sequence[Task], jobs: int, seconds_by_name: Mapping[str, Sequence[float]]) -> None:
         self.left, self.jobs = list(tasks), jobs
-        self.finished = {name: list(seconds) for name, seconds in known.items()}
+        self.finished = {name: list(seconds) for name, seconds in seconds_by_name.items()}
 
     def ended(self, task: Task, seconds: float | None) -> None:
         """Record the end of a run. `seconds` is `None` if it is no measure for other runs."""
@@ -242,14 +246,14 @@ class View(Watcher):
     Args:
         tasks: Runs to be made.
         jobs: Number of runs at a time.
-        known: Method -> seconds of runs that were finished before.
+        seconds_by_name: Method -> seconds of runs that were finished before.
         console: Console to print to.
     """
 
     def __init__(
-        self, tasks: Sequence[Task], jobs: int, known: Mapping[str, Sequence[float]], console: Console
+        self, tasks: Sequence[Task], jobs: int, seconds_by_name: Mapping[str, Sequence[float]], console: Console
     ) -> None:
-        self.estimate = Estimate(tasks, jobs, known)
+        self.estimate = Estimate(tasks, jobs, seconds_by_name)
         self.console, self.total = console, len(tasks)
         self.done = self.failed = 0
         self.before: dict[Task, int] = {}

@@ -67,8 +67,8 @@ class StudyFile(Watcher):
     # -- runs ----------------------------------------------------------------------------------------------------
     def entry(self, name: str, seed: int) -> dict[str, Any] | None:
         """Return the entry of a run, or `None`."""
-        found = (run for run in self.data["runs"] if (run["run"], run["seed"]) == (name, seed))
-        return next(found, None)
+        entries = (run for run in self.data["runs"] if (run["run"], run["seed"]) == (name, seed))
+        return next(entries, None)
 
     def run_folder(self, name: str, seed: int) -> Path:
         """Return the folder of a run."""
@@ -117,16 +117,16 @@ class StudyFile(Watcher):
         if entry["config"] == method.fingerprint(seed) or not file.exists():
             return bool(entry["config"] == method.fingerprint(seed))
         old = replace(method, config=read_mapping(file))
-        known = entry["config"] == old.fingerprint(seed)  # otherwise the file belongs to another run
-        return known and not differences(old.config, method.config)
+        same = entry["config"] == old.fingerprint(seed)  # otherwise the file belongs to another run
+        return same and not differences(old.config, method.config)
 
     def _refusal(self, method: Method, seed: int, entry: Mapping[str, Any] | None) -> str:
         what = "a run that study.json does not know"
         if entry is not None:
-            known = next(m for m in self.data["methods"] if m["name"] == method.name)
+            recorded = next(m for m in self.data["methods"] if m["name"] == method.name)
             file = self.config_file(method.name)
-            if list(known["vary"]) != list(method.vary):
-                changed = [f"the seed sets {' and '.join(method.vary)}, it set {' and '.join(known['vary'])}"]
+            if list(recorded["vary"]) != list(method.vary):
+                changed = [f"the seed sets {' and '.join(method.vary)}, it set {' and '.join(recorded['vary'])}"]
             else:
                 old = read_mapping(file) if file.exists() else {"trainer": {}}
                 changed = differences(old, method.config)
@@ -143,7 +143,7 @@ class StudyFile(Watcher):
         The folder of a run that starts again from the beginning is removed.
         """
         (self.folder / "configs").mkdir(parents=True, exist_ok=True)
-        known = {method["name"]: method for method in self.data["methods"]}
+        methods_by_name = {method["name"]: method for method in self.data["methods"]}
         for method in methods:
             for entry in self.data["runs"]:
                 if entry["run"] == method.name and self._same(entry, method):
@@ -152,8 +152,10 @@ class StudyFile(Watcher):
             self.config_file(method.name).write_text(text)
             plain = {name: getattr(method, name) for name in ("name", "configs", "baseline")}
             pairs = {"vary": method.vary, "left_out": method.left_out, "cell": method.cell}
-            known[method.name] = plain | {name: list(pair) for name, pair in pairs.items() if pair is not None}
-        self.data["methods"] = sorted(known.values(), key=lambda method: bool(method["baseline"]))
+            methods_by_name[method.name] = plain | {
+                name: list(pair) for name, pair in pairs.items() if pair is not None
+            }
+        self.data["methods"] = sorted(methods_by_name.values(), key=lambda method: bool(method["baseline"]))
         self.data["seeds"] = sorted({*self.data["seeds"], *seeds})
         by_name = {method.name: method for method in methods}
         for task in tasks:
@@ -167,7 +169,7 @@ class StudyFile(Watcher):
             kept = entry.get("seconds", 0.0) if task.resumable else 0.0
             folder = task.folder.relative_to(self.folder).as_posix()
             entry |= {"folder": folder, "state": "pending", "error": None, "seconds": kept, "config": fingerprint}
-        order = {name: position for position, name in enumerate(known)}
+        order = {name: position for position, name in enumerate(methods_by_name)}
         self.data["runs"].sort(key=lambda run: (order.get(run["run"], len(order)), run["seed"]))
         self.save()
 
@@ -183,11 +185,11 @@ class StudyFile(Watcher):
 
     def states(self, methods: Sequence[str], seeds: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
         """Return the entries of these methods and seeds, by state."""
-        found: dict[str, list[dict[str, Any]]] = {"done": [], "failed": [], "pending": []}
+        runs_by_state: dict[str, list[dict[str, Any]]] = {"done": [], "failed": [], "pending": []}
         for run in self.data["runs"]:
             if run["run"] in methods and run["seed"] in seeds:
-                found[run["state"]].append(run)
-        return found
+                runs_by_state[run["state"]].append(run)
+        return runs_by_state
 
 
 # -- making runs -------------------------------------------------------------------------------------------------------
@@ -240,15 +242,15 @@ class Experiment:
     ) -> bool:
         """Make planned runs and keep the record up to date. Return False if it was interrupted."""
         self.study.begin(methods, seeds, tasks, self.redo)
-        known: dict[str, list[float]] = {}
+        seconds_by_name: dict[str, list[float]] = {}
         for run in self.study.data["runs"]:
             if run["state"] == "done":
-                known.setdefault(run["run"], []).append(run["seconds"])
+                seconds_by_name.setdefault(run["run"], []).append(run["seconds"])
         try:
             at_once = min(self.jobs, max(1, len(tasks)))
             with _terminable():
                 start = RayRuns(self.ray, at_once, self.main) if self.ray is not None and tasks else None
-                with View(tasks, self.jobs, known, self.screen) as view:
+                with View(tasks, self.jobs, seconds_by_name, self.screen) as view:
                     execute(tasks, at_once, gpus_to_share(gpus), [self.study, view, *watchers], self.main, start)
         except KeyboardInterrupt:
             self.study.save()

@@ -130,7 +130,7 @@ class League:
 
     def setting(self, task: LeagueTask, method: LeagueMethod) -> str:
         """Return a hash of everything here that decides the result of a method on a task."""
-        ranges = [asdict(one) for one in self.ranges(task, method)]
+        ranges = [asdict(range_) for range_ in self.ranges(task, method)]
         budget = [self.trials, self.keep, self.finalists, self.search_seed, self.trial_seeds, self.seeds, ranges]
         budget.append(method.gradients)
         files = [read_yaml(path) for path in (task.path, method.config)]
@@ -178,8 +178,10 @@ def _read_task(name: str, block: Block, path: Path, methods: Mapping[str, League
     if not path.is_file():
         raise block.error(f"has no configuration: {path} is not there.")
     (rate,) = _ranges({RATE: block.take("learning_rate", str)})
-    given: dict[str, Names] = block.take("options", dict[str, Names], {})
-    options = {method: {_key(key): value for key, value in values.items()} for method, values in given.items()}
+    options_of_methods: dict[str, Names] = block.take("options", dict[str, Names], {})
+    options = {
+        method: {_key(key): value for key, value in values.items()} for method, values in options_of_methods.items()
+    }
     task = block.read(LeagueTask, name=name, path=path, rate=rate, options=options)
     for method in (*task.options, *task.without):
         block.check_name(method, methods, "a method")
@@ -199,18 +201,18 @@ def _ranges(space: Mapping[str, Any]) -> list[Range]:
     return parse_search([f"{key}={value}" for key, value in space.items()])
 
 
-def chosen(names: Sequence[str], known: Mapping[str, Any], what: str) -> list[str]:
+def chosen(names: Sequence[str], listed: Mapping[str, Any], what: str) -> list[str]:
     """Return the names that are asked for, in the order of the league; all if none is.
 
     Raises:
         InputError: If there is no such name.
     """
-    lower = {name.lower(): name for name in known}
+    lower = {name.lower(): name for name in listed}
     wrong = next((name for name in names if name.lower() not in lower), None)
     if wrong is not None:
-        raise InputError(f"There is no {what} '{wrong}' in the league. It has {', '.join(known)}.")
+        raise InputError(f"There is no {what} '{wrong}' in the league. It has {', '.join(listed)}.")
     asked = {lower[name.lower()] for name in names}
-    return [name for name in known if name in asked or not names]
+    return [name for name in listed if name in asked or not names]
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -230,21 +232,21 @@ def measure(folder: Path, metric: str) -> dict[str, Any]:
         raise InputError(f"{folder} has no score '{metric}' on test data.")
     costs, means = cumulative_costs(run), round_means(run, metric)
     last = run.config["trainer"]["max_rounds"]
-    own = run.summary["terms"]["own_steps"]  # those of no round in particular
+    own_steps = run.summary["terms"]["own_steps"]  # those of no round in particular
     curve = []
     for number, cost in costs.items():
         value = means.get(("L1", LOCAL, number))
         if number <= last and value is not None:
-            steps = int(cost["local_steps"] + own * number / last)
+            steps = int(cost["local_steps"] + own_steps * number / last)
             curve.append([number, steps, _mb(cost["bytes_up"] + cost["bytes_down"]), _short(value)])
     summary, clients = run.summary, run.summary["data"]["clients"].values()
     return {
         "score": _short(score.mean),
         "worst": _short(None if score.spread is None else score.spread.worst),
         "mb": _mb(summary["bytes_up"] + summary["bytes_down"]),
-        "steps": summary["local_steps_total"] + own,
-        "train": sum(held["train"] + held["val"] for held in clients),
-        "test": sum(held["test"] for held in clients),
+        "steps": summary["local_steps_total"] + own_steps,
+        "train": sum(counts["train"] + counts["val"] for counts in clients),
+        "test": sum(counts["test"] for counts in clients),
         "curve": curve,
     }
 
@@ -297,7 +299,9 @@ def propose(ranges: Sequence[Range], seed: int, trials: int) -> list[Values]:
         raise InputError(f"A method of the league has {len(ranges)} ranges; at most {MOST_RANGES} can be drawn.")
     rule = np.random.default_rng(int(torch.randint(2**62, (), generator=generator(seed, "league"))))
     points = Sobol(MOST_RANGES, rng=rule).random_base2(math.ceil(math.log2(trials)))[:trials]
-    return [{one.key: one.at(float(share)) for one, share in zip(ranges, point, strict=False)} for point in points]
+    return [
+        {range_.key: range_.at(float(share)) for range_, share in zip(ranges, point, strict=False)} for point in points
+    ]
 
 
 @dataclass
@@ -390,7 +394,7 @@ class Contest:
         run, work = load_run(folder), read_yaml(self.task.path)["trainer"]
         size, epochs = int(run.config["data"]["init_args"]["batch_size"]), int(work.get("local_epochs") or 1)
         clients = run.summary["data"]["clients"].values()
-        plain = sum(int(work.get("local_steps") or -(-held["train"] // size) * epochs) for held in clients)
+        plain = sum(int(work.get("local_steps") or -(-counts["train"] // size) * epochs) for counts in clients)
         asked = work.get("participation", 1.0)
         share = asked if isinstance(asked, float) else min(1.0, asked / len(clients))
         steps = run.summary["local_steps_total"] * self.method.gradients + run.summary["terms"]["own_steps"]
@@ -410,12 +414,12 @@ class Contest:
         return next(errors, "no trial has a validation loss for every client")
 
     def _told(self, trials: Mapping[str, Trial], seed: int) -> list[dict[str, Any]]:
-        told = []
+        lines = []
         for label, trial in trials.items():
             entry = self.experiment.study.entry(label, seed)
             seconds = round(entry["seconds"], 1) if entry else None
-            told.append({"values": trial.values, "val_loss": trial.objective, "seconds": seconds})
-        return told
+            lines.append({"values": trial.values, "val_loss": trial.objective, "seconds": seconds})
+        return lines
 
 
 def _by_objective(pair: tuple[str, Trial]) -> tuple[bool, float]:
@@ -484,9 +488,9 @@ def standings(league: League, task: LeagueTask, rows: Mapping[str, Row]) -> list
     lacking, old = missing_rows(league, task, rows)
     names = [name for name in league.methods if name in rows and name not in (*lacking, *old)]
     runs = {name: rows[name]["seeds"] for name in names if "seeds" in rows[name]}
-    found = {name: _standing(name, of) for name, of in runs.items()}
-    alone = found[ALONE].score if ALONE in found else None
-    for name, line in found.items():
+    lines = {name: _standing(name, of) for name, of in runs.items()}
+    alone = lines[ALONE].score if ALONE in lines else None
+    for name, line in lines.items():
         if line.mb > 0 and line.score is not None and alone is not None:
             line.gain = (line.score - alone) / line.mb
         line.rounds = max((run["curve"][-1][0] for run in runs[name].values() if run["curve"]), default=0)
@@ -499,11 +503,11 @@ def standings(league: League, task: LeagueTask, rows: Mapping[str, Row]) -> list
         if BUDGET in runs:
             line.equal["bytes"] = _at_equal_bytes(runs[name], runs[BUDGET])
     for reference in (name for name in league.references if name in runs):
-        minus = {name: one for name in runs if name != reference and (one := _minus(runs[name], runs[reference]))}
-        for (name, one), p in zip(minus.items(), holm([one.p for one in minus.values()]), strict=True):
-            one.p_holm = p
-            found[name].minus[reference] = one
-    return sorted(found.values(), key=lambda line: (line.score is None, -(line.score or 0.0)))
+        minus = {name: margin for name in runs if name != reference and (margin := _minus(runs[name], runs[reference]))}
+        for (name, margin), p in zip(minus.items(), holm([margin.p for margin in minus.values()]), strict=True):
+            margin.p_holm = p
+            lines[name].minus[reference] = margin
+    return sorted(lines.values(), key=lambda line: (line.score is None, -(line.score or 0.0)))
 
 
 def _standing(name: str, runs: Mapping[str, Any]) -> Standing:
@@ -541,6 +545,6 @@ def _late_gain(curve: Sequence[Sequence[Any]]) -> float | None:
 def missing_rows(league: League, task: LeagueTask, rows: Mapping[str, Row]) -> tuple[Sequence[str], Sequence[str]]:
     """Return the methods that have no result on a task, and those whose row was made with another setting."""
     wanted = [name for name in league.methods if name not in task.without]
-    made = [name for name in wanted if "seeds" in rows.get(name, {})]
-    old = [name for name in made if rows[name]["setting"] != league.setting(task, league.methods[name])]
-    return [name for name in wanted if name not in made], old
+    measured = [name for name in wanted if "seeds" in rows.get(name, {})]
+    old = [name for name in measured if rows[name]["setting"] != league.setting(task, league.methods[name])]
+    return [name for name in wanted if name not in measured], old

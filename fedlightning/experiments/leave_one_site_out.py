@@ -70,9 +70,9 @@ def predict_runs(cli: str, folders: Sequence[Path], columns: Sequence[str], chec
 
     missing = []
     for folder in folders:
-        known = samples.read(folder)  # a run that is made anew has an empty folder
-        same = known is not None and known.checkpoint == checkpoint
-        if known is not None and same and (known.reason or set(columns) <= set(known.columns)):
+        before = samples.read(folder)  # a run that is made anew has an empty folder
+        same = before is not None and before.checkpoint == checkpoint
+        if before is not None and same and (before.reason or set(columns) <= set(before.columns)):
             continue
         run = class_of(cli)("predict", ["--config", str(folder / "config.yaml"), "--run", str(folder)])
         with quiet():
@@ -80,8 +80,10 @@ def predict_runs(cli: str, folders: Sequence[Path], columns: Sequence[str], chec
         data = federated_data(run.datamodule, None, None, None)
         server = run.trainer.server
         assert server is not None
-        found = predicted.predict_samples(run.trainer, data, server.held_out or server.clients, columns, checkpoint)
-        samples.write(folder, found)
-        if found.reason:
-            missing.append(found.reason)
+        predicted_now = predicted.predict_samples(
+            run.trainer, data, server.held_out or server.clients, columns, checkpoint
+        )
+        samples.write(folder, predicted_now)
+        if predicted_now.reason:
+            missing.append(predicted_now.reason)
     return list(dict.fromkeys(missing))

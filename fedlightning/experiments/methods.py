@@ -101,10 +101,10 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
         items = enumerate(value)
     else:
         return {prefix: value}
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, item in items:
-        found |= _flat(item, f"{prefix}.{key}" if prefix else str(key))
-    return found
+        flat |= _flat(item, f"{prefix}.{key}" if prefix else str(key))
+    return flat
 
 
 # -- labels ------------------------------------------------------------------------------------------------------------
@@ -131,31 +131,31 @@ def labels(names: Sequence[str | None], paths: Sequence[str], taken: Iterable[st
         >>> labels([None, None, "mine"], ["a/fedavg.yaml", "b/fedavg.yaml", "c.yaml"])
         ['a-fedavg', 'b-fedavg', 'mine']
     """
-    given = [name.lower() for name in names if name is not None]
-    twice = next((name for name in given if given.count(name) > 1), None)
+    given_names = [name.lower() for name in names if name is not None]
+    twice = next((name for name in given_names if given_names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"The name '{twice}' is given twice. Give every configuration a name of its own.")
-    used = {*given, *(name.lower() for name in taken)}
+    used = {*given_names, *(name.lower() for name in taken)}
     stems = [Path(path).stem.lower() for path in paths]
-    found = []
+    file_labels = []
     for name, path, stem in zip(names, paths, stems, strict=True):
         if name is not None:
-            found.append(tidy(name))
+            file_labels.append(tidy(name))
             continue
         label = Path(path).stem
         if stems.count(stem) > 1 or stem in used:
             label = f"{Path(path).resolve().parent.name}-{label}"
-        found.append(unique(tidy(label), used))
-        used.add(found[-1].lower())
-    return found
+        file_labels.append(unique(tidy(label), used))
+        used.add(file_labels[-1].lower())
+    return file_labels
 
 
 def unique(label: str, used: Iterable[str]) -> str:
     """Return `label`, or the first of label_2, label_3 and so on that is not in `used` (lower case)."""
-    number, found, known = 2, label, set(used)
-    while found.lower() in known:
-        found, number = f"{label}_{number}", number + 1
-    return found
+    number, candidate, taken = 2, label, set(used)
+    while candidate.lower() in taken:
+        candidate, number = f"{label}_{number}", number + 1
+    return candidate
 
 
 def tidy(label: str) -> str:

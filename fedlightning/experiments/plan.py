@@ -78,7 +78,7 @@ def read_grid(path: Path, folder: Path) -> Grid:
     def files(value: Any) -> list[str]:
         nonlocal count
         if isinstance(value, list):
-            return [file for one in value for file in files(one)]
+            return [file for entry in value for file in files(entry)]
         if isinstance(value, str):
             return [os.path.normpath(path.parent / value)]
         if not isinstance(value, dict):
@@ -176,9 +176,9 @@ def make_plan(request: Request, clients: dict[str, list[str]] | None = None) -> 
         cells, stacks = _stacks(request, Path(folder))
         faults: list[str] = []
         for name, stack in stacks.items():
-            told = list(dict.fromkeys(request.grid if Path(folder) in Path(one).parents else one for one in stack))
+            named = list(dict.fromkeys(request.grid if Path(folder) in Path(file).parents else file for file in stack))
             try:
-                methods.append(replace(reader.read(name, stack, told), cell=cells.get(name)))
+                methods.append(replace(reader.read(name, stack, named), cell=cells.get(name)))
             except InputError as error:  # what is wrong with the others is said too
                 faults.append(str(error))
     if faults:
@@ -237,9 +237,9 @@ class _Reader:
     clients: dict[str, list[str]]
     metrics: list[str] | None = None
 
-    def read(self, name: str, files: Sequence[str], told: Sequence[str]) -> Method:
-        """Return the method that files make; errors name what is `told` of these."""
-        return self._read(f"{name} ({' + '.join(told)})", name, files, told, self.request.options)
+    def read(self, name: str, files: Sequence[str], named: Sequence[str]) -> Method:
+        """Return the method that files make; errors name what is `named` of these."""
+        return self._read(f"{name} ({' + '.join(named)})", name, files, named, self.request.options)
 
     def read_config(self, name: str, config: Config) -> Method:
         """Return the method of a configuration that is not in a file."""
@@ -248,7 +248,9 @@ class _Reader:
             path.write_text(yaml.safe_dump(config, sort_keys=False))
             return self._read(name, name, [str(path)], [], [])
 
-    def _read(self, where: str, name: str, files: Sequence[str], told: Sequence[str], options: Sequence[str]) -> Method:
+    def _read(
+        self, where: str, name: str, files: Sequence[str], named: Sequence[str], options: Sequence[str]
+    ) -> Method:
         """Return a method with its complete configuration, its data found, and after a dry run if one was asked for."""
         from fedlightning.client.fit import have_memory
 
@@ -275,7 +277,7 @@ class _Reader:
             evaluation["test_data"] = [LOCAL, POOLED, "clients"]
         state = None if have_memory(cli.model) is False else cli.trainer.optimizer_state
         no_model = next(filter(None, map(_no_model, cli.trainer.callbacks.callbacks)), None)
-        return Method(name, list(told), config, vary, False, clients, state, no_model)
+        return Method(name, list(named), config, vary, False, clients, state, no_model)
 
     def _clients(self, datamodule: Any, section: Any) -> list[str]:
         """Set up the data, downloading them if allowed, and return their clients."""

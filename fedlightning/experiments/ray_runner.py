@@ -102,8 +102,8 @@ class RayChild:
     def __init__(self, reference: Any) -> None:
         self._reference = reference
         self._started = time.monotonic()
-        self.sentinel, told = os.pipe()
-        reference.future().add_done_callback(lambda _: os.close(told))  # a closed pipe is ready for reading
+        self.sentinel, writer = os.pipe()
+        reference.future().add_done_callback(lambda _: os.close(writer))  # a closed pipe is ready for reading
 
     @property
     def seconds(self) -> float:
@@ -123,8 +123,11 @@ class RayChild:
         try:
             error, seconds = ray.get(self._reference)
         except ray.exceptions.RayError as lost:
-            said = " ".join(str(getattr(lost, "cause", None) or lost).split())
-            error, seconds = f"Ray lost the run ({said[:300]}). Perhaps memory ran out: use fewer --jobs.", self.seconds
+            reason = " ".join(str(getattr(lost, "cause", None) or lost).split())
+            error, seconds = (
+                f"Ray lost the run ({reason[:300]}). Perhaps memory ran out: use fewer --jobs.",
+                self.seconds,
+            )
         self._close()
         return Outcome(error, seconds)
 
@@ -165,8 +168,8 @@ def _make_run(commands: list[list[str]], log: str, stamp: int, cwd: str, main: s
         child = Child(commands, Path(log), 1, gpus, getattr(importlib.import_module(module), name), Path(cwd))
         while not child.ended():
             wait([child.sentinel], timeout=_TICK)
-        found = child.outcome()
-        return found.error, found.seconds
+        outcome = child.outcome()
+        return outcome.error, outcome.seconds
     finally:
         if file is not None:
             vars(program)["__file__"] = file

@@ -42,7 +42,7 @@ def split_values(text: str) -> list[str]:
         >>> split_values("0.1,[8,4],relu")
         ['0.1', '[8,4]', 'relu']
     """
-    found, depth, quote = [""], 0, ""
+    parts, depth, quote = [""], 0, ""
     for sign in text:
         if quote:
             quote = "" if sign == quote else quote
@@ -53,10 +53,10 @@ def split_values(text: str) -> list[str]:
         elif sign in ")}]":
             depth -= 1
         elif sign == "," and depth == 0:
-            found.append("")
+            parts.append("")
             continue
-        found[-1] += sign
-    return [value.strip() for value in found]
+        parts[-1] += sign
+    return [value.strip() for value in parts]
 
 
 def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
@@ -155,14 +155,14 @@ def parse_search(words: Sequence[str]) -> list[Range]:
     return list(ranges.values())
 
 
-def _key(option: str, word: str, form: str, known: Any) -> tuple[str, str]:
+def _key(option: str, word: str, form: str, keys: Any) -> tuple[str, str]:
     key, sign, text = word.partition("=")
     key = key.removeprefix("--")
     if not sign or not text or key.partition(".")[0] not in ("trainer", "model", "data"):
         raise InputError(
             f"{option} {word}: write {form} with a key of trainer, model or data, as in model.init_args.lr."
         )
-    if key in known:
+    if key in keys:
         raise InputError(f"{option} {word}: {key} is given twice. Put all its values in one.")
     return key, text
 
@@ -199,8 +199,8 @@ class Trial:
     @property
     def objective(self) -> float | None:
         """Mean over seeds; `None` unless every seed has an objective."""
-        found = [value for value in self.per_seed.values() if value is not None]
-        return sum(found) / len(found) if found and len(found) == len(self.per_seed) else None
+        scores = [value for value in self.per_seed.values() if value is not None]
+        return sum(scores) / len(scores) if scores and len(scores) == len(self.per_seed) else None
 
 
 def refuse_unpayable(methods: Sequence[Method]) -> None:
@@ -244,17 +244,19 @@ def objective(folder: Path, metric: str = "loss") -> float | None:
     from fedlightning.study.runs import load_run
 
     run = load_run(folder)
-    found = (run.result(metric, split="val", model=m, checkpoint=c, stage=s) for m, c, s in _DEPLOYED)
-    row = next((row for row in found if row is not None), None)
+    rows = (run.result(metric, split="val", model=m, checkpoint=c, stage=s) for m, c, s in _DEPLOYED)
+    row = next((row for row in rows if row is not None), None)
     if row is None:
-        known = sorted({row["metric"] for row in run.results if row["split"] == "val"})
+        metrics = sorted({row["metric"] for row in run.results if row["split"] == "val"})
         withheld = [
-            one for one in run.summary.get("leaves", []) if "validation" in one["what"] and "withheld" in one["cover"]
+            entry
+            for entry in run.summary.get("leaves", [])
+            if "validation" in entry["what"] and "withheld" in entry["cover"]
         ]
         why = ": its privacy callback withholds them, unless scores='in the clear'" if withheld else ""
-        raise InputError(f"{folder} has no validation score '{metric}'. It has {', '.join(known) or 'none'}{why}.")
+        raise InputError(f"{folder} has no validation score '{metric}'. It has {', '.join(metrics) or 'none'}{why}.")
     clients = run.summary["data"]["clients"]
-    expected = {client for client, held in clients.items() if held["val"]}
+    expected = {client for client, counts in clients.items() if counts["val"]}
     scores = {client: value for client, value in row["per_client"].items() if value is not None}
     if not expected <= set(scores):
         return None
@@ -303,7 +305,7 @@ class Proposals:
     def ask(self, number: int) -> list[Values]:
         """Return the next `number` values to try."""
         self._open = [self._study.ask() for _ in range(number)]
-        return [{found.key: found.propose(trial) for found in self._ranges} for trial in self._open]
+        return [{range_.key: range_.propose(trial) for range_ in self._ranges} for trial in self._open]
 
     def tell(self, objectives: Sequence[float | None]) -> None:
         """Report the objectives of the values last asked for, in the same order; `None` for a failed trial."""
@@ -451,10 +453,10 @@ def override(config: Config, options: Sequence[str]) -> Config:
         >>> override(config, ["--model.init_args.lr=0.1"])
         {'model': {'class_path': 'Mine', 'init_args': {'lr': 0.1}}}
     """
-    found: Config = {}
+    part: Config = {}
     for option in expand_words(options):
-        _copy(config, found, option.removeprefix("--").partition("=")[0].rstrip("+").split("."))
-    return found
+        _copy(config, part, option.removeprefix("--").partition("=")[0].rstrip("+").split("."))
+    return part
 
 
 def _copy(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]) -> None:

@@ -82,7 +82,7 @@ class Block:
         """Return an error about this block."""
         return InputError(f"{self.file}: {self.where} {text}")
 
-    def read(self, kind: Callable[..., T], **made: Any) -> T:
+    def read(self, kind: Callable[..., T], **fields: Any) -> T:
         """Return an object of a dataclass from this block.
 
         Args:
@@ -92,7 +92,7 @@ class Block:
         Raises:
             InputError: If a value does not suit its field, has none, or is missing.
         """
-        return kind(**self.take_arguments(kind, made), **made)
+        return kind(**self.take_arguments(kind, fields), **fields)
 
     def take_arguments(self, kind: Callable[..., Any], without: Collection[str] = ()) -> dict[str, Any]:
         """Return the values of this block as keyword arguments of a function or class, and refuse others."""
@@ -174,9 +174,11 @@ def _read_keywords(kind: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
     """Return what a dataclass or function may be given by name: its annotation, and whether it must be given."""
     hints = get_type_hints(kind, include_extras=True)
     parameters = inspect.signature(kind).parameters.values()
-    only = any(one.kind is one.KEYWORD_ONLY for one in parameters)  # of a measure: not the runs that it is of
+    only = any(
+        parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters
+    )  # of a measure: not the runs that it is of
     return {
-        one.name: (hints[one.name], one.default is one.empty)
-        for one in parameters
-        if not only or one.kind is one.KEYWORD_ONLY
+        parameter.name: (hints[parameter.name], parameter.default is parameter.empty)
+        for parameter in parameters
+        if not only or parameter.kind is parameter.KEYWORD_ONLY
     }

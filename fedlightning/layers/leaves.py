@@ -64,7 +64,7 @@ def pieces(module: nn.Module) -> list[Layer]:
 def leaves_of(module: nn.Module) -> list[Leaf]:
     """Return the parts with parameters in registration order, each tied parameter in its first part only."""
     leaves: list[Leaf] = []
-    own = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     inside: set[int] = set()  # modules that belong to a piece already taken, or to a metric
     for path, child in module.named_modules():
         if id(child) in inside:
@@ -73,7 +73,7 @@ def leaves_of(module: nn.Module) -> list[Leaf]:
             inside.update(map(id, child.modules()))
             continue
         whole = _is_whole(child)
-        parameters = [own.pop(id(p)) for p in child.parameters(recurse=whole) if id(p) in own]
+        parameters = [names.pop(id(p)) for p in child.parameters(recurse=whole) if id(p) in names]
         if whole:
             inside.update(map(id, child.modules()))
         joins = isinstance(child, _JOINED) or _looks_like_norm(child)

@@ -29,13 +29,13 @@ def expand(names: Iterable[str], available: Iterable[str]) -> list[str]:
     chosen: set[str] = set()
     for name in [names] if isinstance(names, str) else names:
         path = name.removesuffix(".")
-        found = [candidate for candidate in pool if candidate == path or (path and candidate.startswith(path + "."))]
-        if not found:
+        matches = [candidate for candidate in pool if candidate == path or (path and candidate.startswith(path + "."))]
+        if not matches:
             paths = {full.rsplit(".", cut)[0] for full in pool for cut in range(full.count(".") + 1)}
             raise ValueError(
                 unknown_name(name, sorted(paths), "is neither a name in the state nor a module path in it")
             )
-        chosen.update(found)
+        chosen.update(matches)
     return [name for name in pool if name in chosen]
 
 
@@ -70,9 +70,9 @@ def as_names(names: str | Iterable[str] | None) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def unknown_name(name: str, known: Iterable[str], what: str) -> str:
+def unknown_name(name: str, names: Iterable[str], what: str) -> str:
     """Return the sentence for a name that does not exist, with close matches."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    names = list(names)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = "Close matches" if close else "There are"
-    return f"{name!r} {what}. {hint}: {', '.join(map(repr, close or known[:10])) or 'none at all'}."
+    return f"{name!r} {what}. {hint}: {', '.join(map(repr, close or names[:10])) or 'none at all'}."

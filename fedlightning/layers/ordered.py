@@ -45,8 +45,8 @@ class ForwardOrder:
         around = [
             leaf for leaf in self._leaves if leaf.container and (not leaf.path or path.startswith(leaf.path + "."))
         ]
-        own = [leaf for leaf in self._leaves if leaf.path == path]
-        mine = list(dict.fromkeys(leaf.layer.name for leaf in (*around, *own)))
+        called = [leaf for leaf in self._leaves if leaf.path == path]
+        mine = list(dict.fromkeys(leaf.layer.name for leaf in (*around, *called)))
         return lambda *_: self._seen.update(dict.fromkeys(name for name in mine if name not in self._seen))
 
     def names(self) -> list[str]:

@@ -219,8 +219,8 @@ def canaries(
     order = torch.randperm(len(bred), generator=draw)[:count].tolist()
     if len(order) < LEAST:
         raise ValueError(f"{len(order)} canaries are to be had from the test data, and fewer than {LEAST} show nothing")
-    told = _accounts_for(trainer, unit)
-    claimed, delta = float(told.get("epsilon") or 0.0), float(told.get("delta") or 0.0)
+    account = _accounts_for(trainer, unit)
+    claimed, delta = float(account.get("epsilon") or 0.0), float(account.get("delta") or 0.0)
     leak = 2 * claimed or UNCOUNTED
     if count is None:
         order = order[: canaries_for(power, len(order), leak, claimed, delta, confidence)]
@@ -228,18 +228,18 @@ def canaries(
     reached = power_of(len(chosen), leak, claimed, delta, confidence)
     report(_can_find(len(chosen), leak, claimed, delta, confidence, reached))
     there = torch.rand(len(chosen), generator=draw) < 0.5
-    own = {client: pool_of(data, client, ("train",)) for client in clients}
+    pools_of_clients = {client: pool_of(data, client, ("train",)) for client in clients}
     if unit == "record":
         for place, (client, canary) in enumerate(chosen):
             if there[place]:
-                own[client].datasets.append(canary)
-        pools = {client: type(pool)(pool.datasets) for client, pool in own.items()}
+                pools_of_clients[client].datasets.append(canary)
+        pools = {client: type(pool)(pool.datasets) for client, pool in pools_of_clients.items()}
         train = {client: loader_like(data, client, pools[client]) for client in clients}
     else:
-        train = {client: loader_like(data, client, own[client]) for client in clients}
+        train = {client: loader_like(data, client, pools_of_clients[client]) for client in clients}
         for place, (client, canary) in enumerate(chosen):
-            held = canary if there[place] else Subset(canary, [])
-            train[f"canary{place}"] = loader_like(data, client, held)
+            members = canary if there[place] else Subset(canary, [])
+            train[f"canary{place}"] = loader_like(data, client, members)
     report(f"audit run with {int(there.sum())} of {len(chosen)} canaries")
     before = _losses(trainer.module(None, checkpoint), data, chosen, seed)
     with TemporaryDirectory() as folder:
@@ -272,8 +272,8 @@ def _can_find(count: int, leak: float, accounted: float, delta: float, confidenc
 def _accounts_for(trainer: FederatedTrainer, unit: str) -> dict[str, Any]:
     """Return what a run's accountant says of a unit; nothing if it counts another one, or there is none."""
     file = None if trainer.run is None else trainer.run.path / TOLD
-    told = read_json(file) if file is not None and file.exists() else {}
-    return told if str(told.get("unit", "")).startswith(unit) else {}
+    account = read_json(file) if file is not None and file.exists() else {}
+    return account if str(account.get("unit", "")).startswith(unit) else {}
 
 
 def _bred(data: FederatedDataModule, client: str, size: int, draw: torch.Generator) -> list[Mislabelled]:
@@ -306,5 +306,5 @@ def _classes(data: FederatedDataModule) -> int:
 
 def _losses(module: LightningModule, data: FederatedDataModule, chosen: Sequence[Any], seed: int) -> torch.Tensor:
     """Return the loss of each canary."""
-    found = [losses_of(module, data, client, Subset(canary, [0]), seed, "canary").mean() for client, canary in chosen]
-    return torch.stack(found)
+    losses = [losses_of(module, data, client, Subset(canary, [0]), seed, "canary").mean() for client, canary in chosen]
+    return torch.stack(losses)

@@ -135,10 +135,10 @@ def site_inference(
         for label in np.unique(labels):
             mixed[labels == label] = draw.permutation(mixed[labels == label])
         drawn.append(accuracy(mixed))
-    found = accuracy(clients)
-    better = sum(one >= found - 1e-12 for one in drawn)
+    unpermuted = accuracy(clients)
+    better = sum(permuted >= unpermuted - 1e-12 for permuted in drawn)
     return SiteInference(
-        len(clients), len(np.unique(clients)), found, float(np.mean(drawn)), (1 + better) / (1 + permutations)
+        len(clients), len(np.unique(clients)), unpermuted, float(np.mean(drawn)), (1 + better) / (1 + permutations)
     )
 
 
@@ -164,13 +164,13 @@ def leakage(
     missing: list[str] = []
     data = members_of(trainer, data)
     models: dict[str, list[str]] = {"global": list(data.client_ids)} | {client: [client] for client in data.client_ids}
-    rows, known = [], None
+    rows, global_module = [], None
     for name, clients in models.items():
         try:
             module = trainer.module(None if name == "global" else name, checkpoint)
-            if known is not None and _same(known, module):
+            if global_module is not None and _same(global_module, module):
                 continue  # it deploys the global model
-            known = module if name == "global" else known
+            global_module = module if name == "global" else global_module
             members = _losses(module, data, clients, "train", samples, seed)
             others = _losses(module, data, clients, "test", samples, seed)
             rows.append(asdict(membership(name, members, others, seed)))
@@ -187,8 +187,8 @@ def leakage(
 
 
 def _same(first: LightningModule, second: LightningModule) -> bool:
-    one, other = first.state_dict(), second.state_dict()
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    state, other = first.state_dict(), second.state_dict()
+    return state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
 
 
 def _few(data: FederatedDataModule, client: str, split: str, most: int, seed: int) -> DataLoader[Any] | None:
@@ -207,8 +207,8 @@ def _losses(
     loaders = [loader for client in clients if (loader := _few(data, client, split, each, seed)) is not None]
     if not loaders:
         raise ValueError(f"there are no {split} samples")
-    found = [sample_losses(module, loader, Precision(), seed, "leakage", split) for loader in loaders]
-    return torch.cat(found).numpy()
+    losses = [sample_losses(module, loader, Precision(), seed, "leakage", split) for loader in loaders]
+    return torch.cat(losses).numpy()
 
 
 def _probabilities(
@@ -222,10 +222,10 @@ def _probabilities(
         loader = _few(data, client, "test", each, seed)
         if loader is None:
             continue
-        found, own = class_probabilities(module, loader)
-        rows.append(found)
-        labels.append(own)
-        clients += [number] * len(found)
+        probabilities, targets = class_probabilities(module, loader)
+        rows.append(probabilities)
+        labels.append(targets)
+        clients += [number] * len(probabilities)
     if len(set(clients)) < 2:
         raise ValueError("fewer than two clients have test samples")
     return np.concatenate(rows), np.array(clients), np.concatenate(labels)

@@ -98,11 +98,11 @@ def inversion(
     low, high = float(whole.min()), float(whole.max())
     images, labels = images.to(module.device), labels.to(module.device)
     with torch.enable_grad(), probing(module, Precision(), seed, "inversion"):
-        wanted = [one.detach() for one in _gradient(module, images, labels)]
-        found = _searched(module, wanted, images.shape, labels, (low, high), (steps, matching, variation), seed)
-    found, errors = _nearest(images.cpu().double(), found.cpu().double())
+        wanted = [gradient.detach() for gradient in _gradient(module, images, labels)]
+        guessed = _searched(module, wanted, images.shape, labels, (low, high), (steps, matching, variation), seed)
+    guessed, errors = _nearest(images.cpu().double(), guessed.cpu().double())
     mse, guess = float(errors.mean()), float((images.cpu().double() - whole.double().mean(dim=0)).square().mean())
-    scaled = ((torch.stack([images.cpu().double(), found]) - low) / max(high - low, 1e-12)).clamp(0, 1)
+    scaled = ((torch.stack([images.cpu().double(), guessed]) - low) / max(high - low, 1e-12)).clamp(0, 1)
     scaled = scaled if scaled.dim() == 5 else scaled.unsqueeze(2)
     if picture is not None:
         from fedlightning.report.drawing import look
@@ -128,11 +128,13 @@ def psnr(mse: float, squared_range: float) -> float:
 
 def _images(data: FederatedDataModule, client: str, batch: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return all of a client's images (1000 at most), and some of them with their labels."""
-    own: Any = data.client_dataloader(client, "train")
-    if own is None or not hasattr(own.dataset, "__getitem__") or len(own.dataset) < batch:
+    loader: Any = data.client_dataloader(client, "train")
+    if loader is None or not hasattr(loader.dataset, "__getitem__") or len(loader.dataset) < batch:
         raise ValueError(f"client '{client}' has fewer than {batch} training samples with positions")
-    order = torch.randperm(len(own.dataset), generator=generator(seed, "inversion", client)).tolist()
-    collated = next(iter(DataLoader(Subset(own.dataset, order[:1000]), batch_size=1000, collate_fn=own.collate_fn)))
+    order = torch.randperm(len(loader.dataset), generator=generator(seed, "inversion", client)).tolist()
+    collated = next(
+        iter(DataLoader(Subset(loader.dataset, order[:1000]), batch_size=1000, collate_fn=loader.collate_fn))
+    )
     images, labels = collated[:2] if isinstance(collated, tuple | list) and len(collated) > 1 else (None, None)
     if not isinstance(images, Tensor) or images.dim() not in (3, 4) or not images.is_floating_point():
         raise ValueError("inversion needs batches (x, y) of images (batch, channels, height, width)")
@@ -142,18 +144,19 @@ def _images(data: FederatedDataModule, client: str, batch: int, seed: int) -> tu
 
 def _gradient(module: LightningModule, images: Tensor, labels: Tensor) -> list[Tensor]:
     loss = training_loss(module, [images, labels])
-    trained = [one for one in module.parameters() if one.requires_grad]
-    found = torch.autograd.grad(loss, trained, create_graph=True, allow_unused=True, materialize_grads=True)
-    return list(found)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, trained, create_graph=True, allow_unused=True, materialize_grads=True)
+    return list(gradients)
 
 
-def distance(found: Sequence[Tensor], wanted: Sequence[Tensor], matching: str) -> Tensor:
+def distance(gradients: Sequence[Tensor], wanted: Sequence[Tensor], matching: str) -> Tensor:
     """Return how far gradients are apart: ``1 - cos`` of all of them as one vector, or the squared distance."""
     if matching == "squared":
-        return torch.stack([(a - b).square().sum() for a, b in zip(found, wanted, strict=True)]).sum()
-    dot = torch.stack([(a * b).sum() for a, b in zip(found, wanted, strict=True)]).sum()
+        return torch.stack([(a - b).square().sum() for a, b in zip(gradients, wanted, strict=True)]).sum()
+    dot = torch.stack([(a * b).sum() for a, b in zip(gradients, wanted, strict=True)]).sum()
     lengths = [
-        torch.stack([one.square().sum() for one in many]).sum().clamp_min(1e-30).sqrt() for many in (found, wanted)
+        torch.stack([gradient.square().sum() for gradient in many]).sum().clamp_min(1e-30).sqrt()
+        for many in (gradients, wanted)
     ]
     return 1 - dot / (lengths[0] * lengths[1])
 
@@ -182,8 +185,8 @@ def _searched(
     start = torch.rand(shape, generator=generator(seed, "inversion start")) * (high - low) + low
     images = start.to(labels.device).requires_grad_()
     optimizer = torch.optim.Adam([images], lr=0.05 * (high - low))
-    marks = [max(1, round(steps * share)) for share in (3 / 8, 5 / 8, 7 / 8)]
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, marks, gamma=0.1)
+    milestones = [max(1, round(steps * share)) for share in (3 / 8, 5 / 8, 7 / 8)]
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.1)
     best, least = images.detach().clone(), math.inf
     for _ in range(steps):
         apart = distance(_gradient(module, images, labels), wanted, matching)
@@ -199,10 +202,10 @@ def _searched(
     return best
 
 
-def _nearest(true: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+def _nearest(true: Tensor, guessed: Tensor) -> tuple[Tensor, Tensor]:
     """Return the found images in the order of the true ones that they are like, and their squared errors."""
     from scipy.optimize import linear_sum_assignment
 
-    errors = (true[:, None] - found[None]).square().flatten(2).mean(dim=2)
+    errors = (true[:, None] - guessed[None]).square().flatten(2).mean(dim=2)
     rows, columns = linear_sum_assignment(errors.numpy())
-    return found[torch.as_tensor(columns)], errors[rows, columns]
+    return guessed[torch.as_tensor(columns)], errors[rows, columns]

@@ -68,24 +68,24 @@ def confidence(losses: np.ndarray) -> np.ndarray:
         return -losses - np.log(-np.expm1(-losses))
 
 
-def standing_out(found: np.ndarray, without: np.ndarray) -> np.ndarray:
+def standing_out(confidences: np.ndarray, without: np.ndarray) -> np.ndarray:
     """Return by how many standard deviations each sample is above what it is in models that have not seen it.
 
     Args:
-        found: Confidence of the attacked model, `(n,)`.
+        confidences: Confidence of the attacked model, `(n,)`.
         without: That of shadow models, `(shadows, n)`; NaN where one has trained on the sample.
 
     Returns:
         `(n,)`; NaN for samples of which fewer than two shadow models know nothing.
     """
-    known = (~np.isnan(without)).sum(axis=0)
-    enough = known >= 2
-    scores = np.full(len(found), np.nan)
+    counts = (~np.isnan(without)).sum(axis=0)
+    enough = counts >= 2
+    scores = np.full(len(confidences), np.nan)
     few = without[:, enough]
     mean, variance = np.nanmean(few, axis=0), np.nanvar(few, axis=0, ddof=1)
-    shared = float(np.average(variance, weights=known[enough] - 1)) if enough.any() else 1.0
-    variance = np.where(known[enough] >= ENOUGH, variance, shared)
-    scores[enough] = (found[enough] - mean) / np.sqrt(np.clip(variance, 1e-12, None))
+    shared = float(np.average(variance, weights=counts[enough] - 1)) if enough.any() else 1.0
+    variance = np.where(counts[enough] >= ENOUGH, variance, shared)
+    scores[enough] = (confidences[enough] - mean) / np.sqrt(np.clip(variance, 1e-12, None))
     return scores
 
 
@@ -126,18 +126,18 @@ def likelihood_ratio(
     for shadow in range(shadows):
         report(f"shadow run {shadow + 1} of {shadows}")
         draw = generator(seed, "shadow", shadow)
-        held = {
+        halves = {
             client: torch.randperm(len(pool), generator=draw)[: (len(pool) + 1) // 2].tolist()
             for client, pool in pools.items()
         }
-        train = {client: loader_like(data, client, pools[client], held[client]) for client in clients}
+        train = {client: loader_like(data, client, pools[client], halves[client]) for client in clients}
         with TemporaryDirectory() as folder:
             again = trained_again(trainer, data, train, Path(folder), seed + 1 + shadow)
-            found = confidence(_losses(again.module(None, checkpoint), data, pools, tried, seed))
+            confidences = confidence(_losses(again.module(None, checkpoint), data, pools, tried, seed))
             again.close()
-        known = [set(held[client]) for client in clients]
-        seen = [place in known[index] for index, client in enumerate(clients) for place in tried[client]]
-        without[shadow] = np.where(seen, np.nan, found)
+        positions = [set(halves[client]) for client in clients]
+        seen = [place in positions[index] for index, client in enumerate(clients) for place in tried[client]]
+        without[shadow] = np.where(seen, np.nan, confidences)
     scores = standing_out(target, without)
     got = membership("global", -scores[member], -scores[~member], seed)
     kept = {name: value for name, value in asdict(got).items() if name != "model"}
@@ -163,8 +163,8 @@ def _tried(
 def _losses(
     module: LightningModule, data: FederatedDataModule, pools: dict[str, Any], tried: dict[str, list[int]], seed: int
 ) -> np.ndarray:
-    found = [
+    losses = [
         losses_of(module, data, client, Subset(pools[client], positions), seed, "leakage", "ratio")
         for client, positions in tried.items()
     ]
-    return torch.cat(found).numpy()
+    return torch.cat(losses).numpy()

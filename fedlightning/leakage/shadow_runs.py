@@ -57,8 +57,8 @@ def losses_of(
     module: LightningModule, data: FederatedDataModule, client: str, samples: Any, seed: int, *address: str
 ) -> Tensor:
     """Return the loss of each of some samples, collated as a client's training data are."""
-    own: Any = data.client_dataloader(client, "train")
-    loader: DataLoader[Any] = DataLoader(samples, batch_size=64, collate_fn=own.collate_fn)
+    original: Any = data.client_dataloader(client, "train")
+    loader: DataLoader[Any] = DataLoader(samples, batch_size=64, collate_fn=original.collate_fn)
     return sample_losses(module, loader, Precision(), seed, *address)
 
 
@@ -68,12 +68,16 @@ def loader_like(data: FederatedDataModule, client: str, dataset: Any, positions:
     Raises:
         ValueError: If the client's own makes its batches in a way that cannot be copied.
     """
-    own = data.client_dataloader(client, "train")
-    if own is None or own.batch_size is None:
+    original = data.client_dataloader(client, "train")
+    if original is None or original.batch_size is None:
         raise ValueError(f"the training loader of client '{client}' makes batches of its own")
     few = dataset if positions is None else Subset(dataset, list(positions))
     return DataLoader(
-        few, batch_size=own.batch_size, shuffle=len(few) > 0, collate_fn=own.collate_fn, drop_last=own.drop_last
+        few,
+        batch_size=original.batch_size,
+        shuffle=len(few) > 0,
+        collate_fn=original.collate_fn,
+        drop_last=original.drop_last,
     )
 
 
@@ -111,9 +115,9 @@ def trained_again(
         # a canary that is not there has no samples
         "failures": replace(trainer.arguments["failures"], on_error="skip", retries=1, min_clients=1),
     }
-    made: Any = type(trainer)(**{**trainer.arguments, **changes, "callbacks": callbacks})
+    shadow: Any = type(trainer)(**{**trainer.arguments, **changes, "callbacks": callbacks})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run itself has said what there is to say
-        made.fit(copy.deepcopy(model), datamodule=with_samples(data, train))
-    fitted: FederatedTrainer = made
+        shadow.fit(copy.deepcopy(model), datamodule=with_samples(data, train))
+    fitted: FederatedTrainer = shadow
     return fitted

@@ -148,20 +148,22 @@ class Unseen:
         module = server.global_module(None)
         if module is None and server.is_mixed:
             local = Evaluate(evaluate.splits)
-            own = [(client, server.global_module(client)) for client in server.held_out]
-            found = (rows_of_global(self.engine, m, [client], local, scored) for client, m in own if m is not None)
-            return [row for rows in found for row in rows]
+            modules = [(client, server.global_module(client)) for client in server.held_out]
+            row_groups = (
+                rows_of_global(self.engine, m, [client], local, scored) for client, m in modules if m is not None
+            )
+            return [row for rows in row_groups for row in rows]
         if module is None:
             return []
         return rows_of_global(self.engine, module, server.held_out, evaluate, scored)
 
-    def _stage_l1(self, evaluate: Evaluate, known: Sequence[Row]) -> list[Row]:
+    def _stage_l1(self, evaluate: Evaluate, global_rows: Sequence[Row]) -> list[Row]:
         server = self.server
-        shared = module_state(server.module_with(server.model)) if known and not server.is_mixed else None
+        shared = module_state(server.module_with(server.model)) if global_rows and not server.is_mixed else None
         one_for_all = server.callbacks.role("global_module") is None and not server.is_mixed
-        known_of = scores_of_global(known if one_for_all else ())
+        known_of = scores_of_global(global_rows if one_for_all else ())
         scored = ScoredModel(server.round + 1, "L1", UNSEEN)
-        found: dict[str, list[Row]] = {}
+        rows_by_client: dict[str, list[Row]] = {}
         asked: list[str] = []
 
         def tasks() -> Iterator[ScoreClient]:
@@ -169,14 +171,16 @@ class Unseen:
                 try:
                     message = self.message(client)
                 except Exception as error:  # of an algorithm that knows the clients of the beginning only
-                    found[client] = list(gaps(client, LOCAL, evaluate, scored, describe_error(client_failure(error))))
+                    rows_by_client[client] = list(
+                        gaps(client, LOCAL, evaluate, scored, describe_error(client_failure(error)))
+                    )
                     continue
                 asked.append(client)
                 yield ScoreClient(message, evaluate, scored, shared=shared, known=known_of(client, evaluate.data))
 
         for place, rows in enumerate(self.engine.map(tasks())):
-            found[asked[place]] = rows
-        return [row for client in server.held_out for row in found[client]]
+            rows_by_client[asked[place]] = rows
+        return [row for client in server.held_out for row in rows_by_client[client]]
 
     def _without_gaps(self, rows: Iterable[Row]) -> list[Row]:
         scores = []
@@ -194,12 +198,12 @@ class Unseen:
             return
         self._told = True
         server = self.server
-        own = server.architecture_of(message.client)
+        architecture = server.architecture_of(message.client)
         travels = {*server.shared_names(model=message.model), *message.state}
-        stays = [name for name in own.trainable if name not in travels]
+        stays = [name for name in architecture.trainable if name not in travels]
         if stays:
             warn(
-                f"{len(stays)} of {len(own.trainable)} trainable entries ('{stays[0]}' ...) stay with the clients, so "
-                "an unseen client holds them as the module began, untrained. Its scores at stage L1 are those of that "
+                f"{len(stays)} of {len(architecture.trainable)} trainable entries ('{stays[0]}' ...) stay with the clients, "
+                "so an unseen client holds them as the module began, untrained. Its scores at stage L1 are those of that "
                 "model."
             )

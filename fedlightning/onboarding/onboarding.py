@@ -136,11 +136,13 @@ class Onboarding:
         plan = None if owner is None else owner.facts.newcomers.place
         assert owner is not None and plan is not None
         server.detach()
-        known = server.num_samples
+        sizes = server.num_samples
         described, now = engine.runner.described, server.round
-        server.population.num_samples = known | {one: described.num_samples(one, round=now) for one in self.newcomers}
+        server.population.num_samples = sizes | {
+            client: described.num_samples(client, round=now) for client in self.newcomers
+        }
         self.places = self._placed(engine, plan(server, list(self.newcomers)))
-        server.population.num_samples = known
+        server.population.num_samples = sizes
         noted = {failure["client"] for failure in server.failures}
         for client in self.newcomers:
             if client not in self.places and client not in noted:
@@ -183,8 +185,8 @@ class Onboarding:
 
     def _scores(self, evaluate: Evaluate, scored: ScoredModel) -> Iterator[ScoreClient]:
         kept = KeepTrained.__name__ if scored.stage == "L2" else ""
-        made = ((client, partial(self.unseen.message, client)) for client in self.trained)
-        for message in self._made(made, f"was not scored at stage {scored.stage}", scored.stage):
+        messages = ((client, partial(self.unseen.message, client)) for client in self.trained)
+        for message in self._made(messages, f"was not scored at stage {scored.stage}", scored.stage):
             yield ScoreClient(message, evaluate, scored, kept=kept)
 
     def _made(
@@ -204,8 +206,8 @@ class Onboarding:
                 continue
             yield message
 
-    def _add(self, found: Iterable[Sequence[Row]]) -> None:
-        for rows in found:
+    def _add(self, row_groups: Iterable[Sequence[Row]]) -> None:
+        for rows in row_groups:
             for row in rows:
                 if isinstance(row, Gap):
                     self.server.note_failure(row.client, f"new {row.sentence}", row.stage, "Onboarding")
@@ -221,7 +223,7 @@ class Onboarding:
             "rounds": self.server.round + 1,
             "trained": self.trained,
             "results": summarise(self.rows),
-        } | {name: found for name, found in (("places", self.places), ("failures", self.failures)) if found}
+        } | {name: content for name, content in (("places", self.places), ("failures", self.failures)) if content}
 
     def write(self, folder: Path) -> None:
         """Write scores, summary and models into the run's folder, in the place of an earlier onboarding's.
@@ -255,7 +257,7 @@ class Onboarding:
         place = str(folder) if self.engine.shares_disk else None
         about = {"checkpoint": ONBOARDED if self.epochs else "latest"}
         clients = self.trained if self.epochs else self.server.held_out
-        made = ((client, partial(self.unseen.message, client)) for client in clients)
-        for message in self._made(made, "has no model", "checkpoint", "not written"):
+        messages = ((client, partial(self.unseen.message, client)) for client in clients)
+        for message in self._made(messages, "has no model", "checkpoint", "not written"):
             kept = ONBOARDED if message.client in self.trained else ""
             yield Deploy(message, kept=kept, write=True, folder=place, about=about)

@@ -51,12 +51,12 @@ OF_DEVICES = ("accelerator", "devices", "strategy", "num_nodes", "precision", "p
 """Those of them that a machine may lack."""
 
 
-def check_forwarded(given: Mapping[str, Any]) -> None:
+def check_forwarded(arguments: Mapping[str, Any]) -> None:
     """Refuse several machines where this process knows of none."""
-    if given["num_nodes"] > 1 and not in_cluster(given["plugins"]):
+    if arguments["num_nodes"] > 1 and not in_cluster(arguments["plugins"]):
         raise ConfigurationError(
-            f"num_nodes={given['num_nodes']}, but this process was not started on several machines, and would wait for the "
-            "others for ever. Start it with srun or torchrun, set MASTER_ADDR and NODE_RANK, or leave num_nodes out."
+            f"num_nodes={arguments['num_nodes']}, but this process was not started on several machines, and would wait for "
+            "the others for ever. Start it with srun or torchrun, set MASTER_ADDR and NODE_RANK, or leave num_nodes out."
         )
 
 
@@ -70,11 +70,11 @@ def in_cluster(plugins: Any = None) -> bool:
     return any(cluster.detect() for cluster in CLUSTERS)
 
 
-def check_devices(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+def check_devices(device_arguments: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
     """Refuse devices, a strategy or plugins that this machine lacks, by making the Trainer that a client would have.
 
     Args:
-        given: The arguments of :data:`OF_DEVICES` that are not the usual ones.
+        device_arguments: The arguments of :data:`OF_DEVICES` that are not the usual ones.
         arguments: All arguments of the client's Trainer.
     """
     try:
@@ -88,7 +88,7 @@ def check_devices(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> Non
             )
     except Exception as error:
         text = " ".join(str(error).split())
-        values = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        values = ", ".join(f"{name}={value!r}" for name, value in device_arguments.items())
         raise ConfigurationError(
             f"{values}: no client can train with that; {text.rstrip('.')} ({type(error).__name__})."
         ) from error

@@ -89,14 +89,14 @@ def load(options: Ray) -> None:
     global _guarded
     if not installed():
         raise ConfigurationError(MISSING)
-    own, first = options.address is None, "ray" not in sys.modules
-    _guarded = _guarded or (own and first and not any(name.startswith("RAY_AUTH_") for name in os.environ))
-    with environment(QUIET | (HERE_ONLY | PATIENT if own else {}) | (TOKEN if _guarded else {})):
+    starts_ray, first = options.address is None, "ray" not in sys.modules
+    _guarded = _guarded or (starts_ray and first and not any(name.startswith("RAY_AUTH_") for name in os.environ))
+    with environment(QUIET | (HERE_ONLY | PATIENT if starts_ray else {}) | (TOKEN if _guarded else {})):
         import ray
 
     private: Any = getattr(ray, "_private", None)
     constants: Any = getattr(private, "ray_constants", None)
-    if own and not first and hasattr(constants, "ENABLE_RAY_CLUSTER"):
+    if starts_ray and not first and hasattr(constants, "ENABLE_RAY_CLUSTER"):
         constants.ENABLE_RAY_CLUSTER = False  # `ray` was imported before HERE_ONLY was set
 
 
@@ -126,9 +126,9 @@ def connect(options: Ray, workers: int) -> None:
         else:
             in_a_thread(arguments)
     except (ConnectionError, TimeoutError) as error:
-        said = " ".join(str(error).split()).rstrip(".")
+        reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigurationError(
-            f"Ray got address={options.address!r}: no Ray cluster answers there ({said}). Start one with "
+            f"Ray got address={options.address!r}: no Ray cluster answers there ({reason}). Start one with "
             "`ray start --head`, or leave address out for a Ray of this program's own."
         ) from error
     _own = options.address is None
@@ -169,8 +169,8 @@ def room() -> tuple[float, float]:
     """Return all CPUs and GPUs of the cluster."""
     import ray
 
-    found = ray.cluster_resources()
-    return float(found.get("CPU", 0)), float(found.get("GPU", 0))
+    resources = ray.cluster_resources()
+    return float(resources.get("CPU", 0)), float(resources.get("GPU", 0))
 
 
 def needs_of(options: Ray, workers: int | None, on_gpu: bool) -> tuple[float, float]:
@@ -213,7 +213,7 @@ def lease(needs: tuple[float, float], mark: object, owner: object) -> Kept:
 
     from fedlightning.parallel.ray_worker import Actor
 
-    for kept in sorted(_kept, key=lambda one: one.holds is mark, reverse=True):
+    for kept in sorted(_kept, key=lambda actor: actor.holds is mark, reverse=True):
         _kept.remove(kept)
         if kept.needs == needs and (kept.holds is mark or kept.born > _newest_source()):
             kept.owner = owner
@@ -230,7 +230,7 @@ def keep(kept: Kept) -> None:
 
 def end_kept(owner: object) -> None:
     """End the waiting actors that an engine has used last."""
-    for kept in [one for one in _kept if one.owner is owner]:
+    for kept in [actor for actor in _kept if actor.owner is owner]:
         _kept.remove(kept)
         kept.end()
 
@@ -284,8 +284,8 @@ class Parts:
         """Return where an actor finds them."""
         arena = self.setup.arena
         if not elsewhere:
-            found = os.fstat(arena.descriptor)
-            return Source(self.setup.header, os.getpid(), arena.descriptor, (found.st_ino, found.st_size))
+            status = os.fstat(arena.descriptor)
+            return Source(self.setup.header, os.getpid(), arena.descriptor, (status.st_ino, status.st_size))
         if not self.copies:
             import numpy as np
             import ray
@@ -326,8 +326,8 @@ class RayWorker:
         self.kept.holds = None
         source = self.parts.source(elsewhere or not here)
         self._marker = None if here else self.parts.marker()
-        given = source, environment_for(here), os.getcwd(), sys.path, self._marker and self._marker.name
-        self.pending = self.kept.handle.take_over.remote(*given).future()
+        parts = source, environment_for(here), os.getcwd(), sys.path, self._marker and self._marker.name
+        self.pending = self.kept.handle.take_over.remote(*parts).future()
 
     def give(self, task: Task[Any], record: ClientRecord) -> None:
         """Send a task and the record of its client. The worker must be idle."""
@@ -421,9 +421,9 @@ class RayEngine(WorkersEngine):
 
     def _place(self) -> None:
         """Find out how many actors there is room for, and what each needs."""
-        own = is_own()
+        starts_ray = is_own()
         on_gpu = self.runner.blueprint.device.type == "cuda"
-        workers = self.width if own or self.options.workers is not None else None
+        workers = self.width if starts_ray or self.options.workers is not None else None
         self._needs = needs_of(self.options, workers, on_gpu)
         if workers is None:
             self._most = workers_in(self._needs)
@@ -444,14 +444,14 @@ class RayEngine(WorkersEngine):
 
         waited = {pending: i for i in self._workers if (pending := self._worker(i).pending) is not None}
         nobody = not any(worker.ready for worker in self._workers.values())
-        found, _ = wait(waited, PATIENCE if nobody and timeout is None else timeout, FIRST_COMPLETED)
+        ready, _ = wait(waited, PATIENCE if nobody and timeout is None else timeout, FIRST_COMPLETED)
         waited_for = time.monotonic() - self._since
-        if nobody and not found and waited_for > LIMIT and is_own():
+        if nobody and not ready and waited_for > LIMIT and is_own():
             raise FederationError(
                 f"Ray has started no worker in {LIMIT:g} seconds, at a load of {load_now()}. The state of the "
                 "rounds before is intact: resume when the machine is less busy, or with engine='processes'."
             )
-        if nobody and not found and not self._told and waited_for > PATIENCE:
+        if nobody and not ready and not self._told and waited_for > PATIENCE:
             self._told = True
             free = ray.available_resources()
             warnings.warn(
@@ -460,7 +460,7 @@ class RayEngine(WorkersEngine):
                 "has set aside for them and for other programs.",
                 stacklevel=2,
             )
-        return [waited[pending] for pending in found]
+        return [waited[pending] for pending in ready]
 
     def _lost_at_start(self, how: str) -> Exception | None:
         self._starts += 1

@@ -51,14 +51,14 @@ def start(arguments: Mapping[str, Any], guarded: bool) -> None:
         except (TypeError, ValueError):  # of the arguments
             raise
         except Exception as error:
-            said = " ".join(str(error).split())[:300].rstrip(".") or f"it took longer than {SECONDS:g} seconds"
+            reason = " ".join(str(error).split())[:300].rstrip(".") or f"it took longer than {SECONDS:g} seconds"
             _clear_away()
             if number == TRIES:
                 raise ConfigurationError(
-                    f"Ray has not started in {TRIES} tries; the last: {said}. The load of this machine is {load_now()}: wait "
-                    "until it is less, or use engine='processes', which needs no services. Ray's logs are below /tmp/ray."
+                    f"Ray has not started in {TRIES} tries; the last: {reason}. This machine's load is {load_now()}: "
+                    "wait until it is less, or use engine='processes', which needs none of its services. Ray's logs: /tmp/ray."
                 ) from error
-            warn(f"Ray has not started ({said}), at a load of {load_now()}: try {number + 1} of {TRIES}.")
+            warn(f"Ray has not started ({reason}), at a load of {load_now()}: try {number + 1} of {TRIES}.")
 
 
 def load_now() -> str:

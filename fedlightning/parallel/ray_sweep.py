@@ -14,15 +14,15 @@ from pathlib import Path
 
 def sweep(mark: bytes) -> bool:
     """Kill every process that was started with a mark in its environment; return whether there was any."""
-    found = False
+    killed = False
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if int(process.name) != os.getpid() and mark in (process / "environ").read_bytes():
                 os.kill(int(process.name), signal.SIGKILL)
-                found = True
+                killed = True
         except OSError:  # it is gone, or somebody else's
             continue
-    return found
+    return killed
 
 
 def wait_and_sweep(mark: bytes, seconds: float = 60.0) -> None:

@@ -77,10 +77,10 @@ class Buffer:
 
     def content(self) -> Any:
         """Return all of it in one array, which Ray moves without pickling it."""
-        found = np.zeros(self.end, np.uint8)
+        content = np.zeros(self.end, np.uint8)
         for start, data in self._parts:
-            found.data[start : start + data.nbytes] = data
-        return found
+            content.data[start : start + data.nbytes] = data
+        return content
 
 
 class Pieces:
@@ -173,8 +173,8 @@ class Source:
             file = os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_RDONLY)
         except OSError:
             return None
-        found = os.fstat(file)
-        if (found.st_ino, found.st_size) != self.identity:
+        status = os.fstat(file)
+        if (status.st_ino, status.st_size) != self.identity:
             os.close(file)
             return None
         return Arena(file, private=True)
@@ -237,8 +237,8 @@ class Actor:
         }
         shared = Received([start for start, _ in pieces], list(self._pieces.values()))
         buffer = Buffer()
-        given = partial(unpacked, task, shared)
-        header = answered(self._runner, given, self._caught, buffer, packer())
+        unpack = partial(unpacked, task, shared)
+        header = answered(self._runner, unpack, self._caught, buffer, packer())
         return header, buffer.content()
 
 

@@ -338,18 +338,18 @@ class ProcessesEngine(WorkersEngine):
         atexit.register(self.close)  # runs before multiprocessing waits for its processes
 
     def _idle(self, needed: int) -> list[int]:
-        found = [index for index in range(self.width) if index not in self._busy][:needed]
-        for index in found:
+        indices = [index for index in range(self.width) if index not in self._busy][:needed]
+        for index in indices:
             if index not in self._workers:
                 assert self._setup is not None and self._broadcast is not None
                 gpu = own_gpu(index, self.runner.settings.trainer_arguments.get("devices"))
                 self._workers[index] = Worker(self._setup, self._broadcast, gpu)
-        return found
+        return indices
 
     def _wait(self, timeout: float | None) -> Sequence[int]:
         indices = {cast(Worker, self._workers[index]).connection: index for index in self._busy}
-        found: list[Any] = connection.wait(list(indices), timeout)
-        return [indices[ready] for ready in found]
+        ready_connections: list[Any] = connection.wait(list(indices), timeout)
+        return [indices[ready] for ready in ready_connections]
 
     def _lost_at_start(self, how: str) -> Exception:
         return RuntimeError(

@@ -89,8 +89,8 @@ class Switches:
 def parts_of(runner: ClientRuntime) -> dict[str, Any]:
     """Return the parts that a runner is made of. Its evaluating Trainer stays; each process makes its own."""
     blueprint = runner.blueprint
-    own = {part.name: getattr(blueprint, part.name) for part in fields(blueprint) if part.init}
-    return own | {name: getattr(runner, name) for name in OF_DATA}
+    blueprint_parts = {part.name: getattr(blueprint, part.name) for part in fields(blueprint) if part.init}
+    return blueprint_parts | {name: getattr(runner, name) for name in OF_DATA}
 
 
 def work(connection: Connection, environment: Mapping[str, str]) -> None:
@@ -138,21 +138,21 @@ def take_over(switches: Switches, parts: Mapping[str, Any]) -> ClientRuntime:
     with warnings.catch_warnings():  # the main process has said it
         warnings.simplefilter("ignore")
         adapt(parts["template"], parts["settings"].callbacks, parts["data"], getattr(parts["data"], "datamodule", 0))
-    own = {name: part for name, part in parts.items() if name not in OF_DATA}
-    for entry in own["template"].parameters():  # in memory of this process, which its models can share
+    blueprint_parts = {name: part for name, part in parts.items() if name not in OF_DATA}
+    for entry in blueprint_parts["template"].parameters():  # in memory of this process, which its models can share
         entry.data = entry.data.clone()
-    return ClientRuntime(Blueprint(**own), **{name: parts[name] for name in OF_DATA})
+    return ClientRuntime(Blueprint(**blueprint_parts), **{name: parts[name] for name in OF_DATA})
 
 
 def answered(
     runner: ClientRuntime,
-    given: Callable[[], tuple[Any, ClientRecord]],
+    unpack: Callable[[], tuple[Any, ClientRecord]],
     caught: list[Caught],
     outbox: Sink,
     packer: type[Any] | None = None,
 ) -> bytes:
     """Carry out a task and lay its reply out in `outbox`; return the header that belongs to it."""
-    reply = _do(runner, given)
+    reply = _do(runner, unpack)
     try:
         reply = replace(reply, caught=tuple(caught), loop=runner.loop.reason)
         return pack(reply, outbox, packer=packer)
@@ -163,9 +163,9 @@ def answered(
         caught.clear()
 
 
-def _do(runner: ClientRuntime, given: Callable[[], tuple[Any, ClientRecord]]) -> Reply:
+def _do(runner: ClientRuntime, unpack: Callable[[], tuple[Any, ClientRecord]]) -> Reply:
     try:
-        task, record = given()
+        task, record = unpack()
         return Reply(*task.run(runner, record))
     except BaseException as error:  # SystemExit too: the main process raises it, as if the task had run there
         return Reply(error=error)

@@ -148,26 +148,26 @@ def allows(annotation: Any, value: Any) -> bool:
     """Return False if an annotation rules a value out. What has neither `Range` nor `Literal` in it rules nothing out."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return any(allows(one, value) and _is_such(one, value) for one in inner)
+        return any(allows(part, value) and _is_such(part, value) for part in inner)
     if origin is Annotated:
-        if any(isinstance(one, Instance) for one in annotation.__metadata__):
+        if any(isinstance(note, Instance) for note in annotation.__metadata__):
             return isinstance(value, get_origin(inner[0]) or inner[0])
-        lengths = [one for one in annotation.__metadata__ if isinstance(one, Length)]
+        lengths = [note for note in annotation.__metadata__ if isinstance(note, Length)]
         if lengths:
-            return allows(inner[0], value) and all(one.allows(value) for one in lengths)
-        found = [one for one in annotation.__metadata__ if isinstance(one, Range)]
-        if not found or (inner[0] not in PLAIN and not allows(inner[0], value)):
-            return not found
+            return allows(inner[0], value) and all(length.allows(value) for length in lengths)
+        ranges = [note for note in annotation.__metadata__ if isinstance(note, Range)]
+        if not ranges or (inner[0] not in PLAIN and not allows(inner[0], value)):
+            return not ranges
         if (
             not isinstance(value, Real)
             or isinstance(value, bool | Fraction)
-            or not all(_number(value) in one for one in found)
+            or not all(_number(value) in range_ for range_ in ranges)
         ):
             return False
-        strict = any(one.strict for one in found)
+        strict = any(range_.strict for range_ in ranges)
         return inner[0] is not int or isinstance(value, Integral) or (not strict and float(value).is_integer())
     if origin is Literal:
-        return any(_is_word(value, one) for one in inner)
+        return any(_is_word(value, word) for word in inner)
     if annotation in PLAIN:
         return _is_plain(annotation, value)
     if annotation is type(None):
@@ -180,37 +180,39 @@ def allows(annotation: Any, value: Any) -> bool:
         return False
     if isinstance(value, Mapping) or _is_table(origin):
         return (
-            isinstance(value, Mapping) and _is_table(origin) and all(allows(inner[-1], one) for one in value.values())
+            isinstance(value, Mapping)
+            and _is_table(origin)
+            and all(allows(inner[-1], entry) for entry in value.values())
         )
     if origin is tuple and inner[-1] is not ...:
         values = list(value)
         return len(values) == len(inner) and all(map(allows, inner, values))
     each = inner[0] if origin is tuple else inner[-1]
-    return all(allows(each, one) for one in value)
+    return all(allows(each, entry) for entry in value)
 
 
 def described(annotation: Any) -> str:
     """Return in words what an annotation allows."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        words = [described(one) for one in inner]
+        words = [described(part) for part in inner]
         return ", ".join(words[:-1]) + (f", or {words[-1]}" if words[1:] else words[-1])
     if origin is Annotated:
-        lengths = [one for one in annotation.__metadata__ if isinstance(one, Length)]
+        lengths = [note for note in annotation.__metadata__ if isinstance(note, Length)]
         if lengths:
             kind, comma, each = described(inner[0]).partition(",")
-            least = max(one.least for one in lengths)
-            different = ", all different" if any(one.different for one in lengths) else ""
+            least = max(length.least for length in lengths)
+            different = ", all different" if any(length.different for length in lengths) else ""
             return f"{kind} of at least {'one' if least == 1 else least}{different}{comma}{each}"
-        intervals = [one.interval for one in annotation.__metadata__ if isinstance(one, Range)]
+        intervals = [note.interval for note in annotation.__metadata__ if isinstance(note, Range)]
         return described(inner[0]) + (f" in {' and '.join(intervals)}" if intervals else "")
     if origin is Literal:
-        words = [repr(one) for one in inner]
+        words = [repr(word) for word in inner]
         return ", ".join(words[:-1]) + (f" or {words[-1]}" if words[1:] else words[-1])
     if annotation is type(None):
         return "None"
     if origin is tuple and inner and inner[-1] is not ...:
-        return f"a list of {', '.join(described(one) for one in inner)}"
+        return f"a list of {', '.join(described(part) for part in inner)}"
     if origin is not None and inner:
         kind, each = "a table" if _is_table(origin) else "a list", inner[0 if origin is tuple else -1]
         return kind if each is Any else f"{kind}, each {described(each)}"
@@ -314,29 +316,29 @@ def is_plain_kind(annotation: Any) -> bool:
         return False
     if isinstance(annotation, type) and not get_args(annotation):
         return True
-    inner = [one for one in get_args(annotation) if one is not ...]
-    return get_origin(annotation) in HOLDS and bool(inner) and all(is_plain_kind(one) for one in inner)
+    inner = [part for part in get_args(annotation) if part is not ...]
+    return get_origin(annotation) in HOLDS and bool(inner) and all(is_plain_kind(part) for part in inner)
 
 
 def ranges_in(annotation: Any) -> list[Range]:
     """Return the ranges of numbers in an annotation."""
-    return [one for one in _declared(annotation) if isinstance(one, Range)]
+    return [declared for declared in _declared(annotation) if isinstance(declared, Range)]
 
 
 def counted_in(annotation: Any) -> list[str]:
     """Return what a whole number with an annotation counts, as :class:`Counts` says."""
-    held = [one.things for one in getattr(annotation, "__metadata__", ()) if isinstance(one, Counts)]
-    return held + [things for one in get_args(annotation) for things in counted_in(one)]
+    things = [note.things for note in getattr(annotation, "__metadata__", ()) if isinstance(note, Counts)]
+    return things + [things for part in get_args(annotation) for things in counted_in(part)]
 
 
 def notes_in(annotation: Any) -> list[str]:
     """Return what an annotation's declarations add to the error message."""
-    return list(dict.fromkeys(found.note for found in _declared(annotation) if found.note))
+    return list(dict.fromkeys(declared.note for declared in _declared(annotation) if declared.note))
 
 
 def _declared(annotation: Any) -> list[Range | Length | Instance]:
-    own = [one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, Range | Length | Instance)]
-    return own + [found for one in get_args(annotation) for found in _declared(one)]
+    declared = [note for note in getattr(annotation, "__metadata__", ()) if isinstance(note, Range | Length | Instance)]
+    return declared + [declared for part in get_args(annotation) for declared in _declared(part)]
 
 
 def checked(init: Init) -> Init:
@@ -368,15 +370,15 @@ def checked(init: Init) -> Init:
     signature = inspect.signature(init)
 
     @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **given: Any) -> None:  # a constructor in tracebacks, too
-        args, given = tuple(map(to_python, args)), {name: to_python(value) for name, value in given.items()}
+    def __init__(self: Any, *args: Any, **keywords: Any) -> None:  # a constructor in tracebacks, too
+        args, keywords = tuple(map(to_python, args)), {name: to_python(value) for name, value in keywords.items()}
         try:
-            arguments = signature.bind(self, *args, **given).arguments
+            arguments = signature.bind(self, *args, **keywords).arguments
         except TypeError:
-            refuse_call(type(self).__name__, signature, replaced_in(init) or {}, (self, *args), given)
+            refuse_call(type(self).__name__, signature, replaced_in(init) or {}, (self, *args), keywords)
             arguments = {}  # the call below says what is wrong
         check_arguments(self, init, arguments)
-        init(self, *args, **given)
+        init(self, *args, **keywords)
 
     return __init__  # type: ignore[return-value]
 
@@ -456,7 +458,7 @@ def counts_of(owner: object) -> list[tuple[str, str, int]]:
         >>> counts_of(IFCA(num_clusters=3))
         [('num_clusters', 'clients', 3)]
     """
-    told = [
+    counts = [
         (name, things, getattr(owner, name, None))
         for name, annotation in _annotations_of(type(owner)).items()
         for things in counted_in(annotation)
@@ -464,7 +466,7 @@ def counts_of(owner: object) -> list[tuple[str, str, int]]:
     parameters = inspect.signature(type(owner)).parameters
     return [
         (name, things, value)
-        for name, things, value in told
+        for name, things, value in counts
         if isinstance(value, int) and (name not in parameters or value != parameters[name].default)
     ]
 
@@ -484,16 +486,16 @@ def ranges_of(kind: type) -> dict[str, str]:
 def may_be_infinite(kind: type, name: str) -> bool:
     """Return True if an argument of a class has a range that is closed at infinity."""
     annotation = _annotations_of(kind).get(name)
-    return annotation is not None and any(math.inf in found for found in ranges_in(annotation))
+    return annotation is not None and any(math.inf in range_ for range_ in ranges_in(annotation))
 
 
 def _annotations_of(kind: type) -> dict[str, Any]:
     """Return the annotations with something to check of a class and its bases, each argument's from where it is nearest."""
-    found: dict[str, Any] = {}
-    for one in reversed(kind.__mro__):
-        if "__init__" in vars(one):
-            found |= _annotations(inspect.unwrap(vars(one)["__init__"]))
-    return found
+    annotations: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        if "__init__" in vars(base):
+            annotations |= _annotations(inspect.unwrap(vars(base)["__init__"]))
+    return annotations
 
 
 @functools.cache
@@ -504,14 +506,14 @@ def _annotations(init: Callable[..., None], plain: bool = False) -> dict[str, An
     The names of `annotations.py` are known all the same: a linter may have moved their import to where only type
     checkers look.
     """
-    found: dict[str, Any] = {}
+    annotations: dict[str, Any] = {}
     if not inspect.isfunction(init):
-        return found
+        return annotations
     parameters = inspect.signature(init).parameters
-    known = {name: value for name, value in globals().items() if not name.startswith("_")} | init.__globals__
+    namespace = {name: value for name, value in globals().items() if not name.startswith("_")} | init.__globals__
     for name, annotation in inspect.get_annotations(init).items():
         try:  # as typing.get_type_hints does
-            value = eval(annotation, known) if isinstance(annotation, str) else annotation
+            value = eval(annotation, namespace) if isinstance(annotation, str) else annotation
         except NameError:
             continue
         says = name != "return" and (is_checked(value) or (plain and is_plain_kind(value)))
@@ -521,5 +523,5 @@ def _annotations(init: Callable[..., None], plain: bool = False) -> dict[str, An
         elif several is inspect.Parameter.VAR_KEYWORD:
             value = types.GenericAlias(dict, (str, value))
         if says:
-            found[name] = value
-    return found
+            annotations[name] = value
+    return annotations

@@ -40,17 +40,17 @@ def at_most_one(*names: str, why: str) -> Callable[[Init], Init]:
             ...
         fedlightning.errors.ConfigurationError: Round got both steps=3 and seconds=0.5: a round is one of them. Leave one out.
     """
-    return _ruled(names, lambda given, _: _several(given, names, why))
+    return _ruled(names, lambda chosen, _: _several(chosen, names, why))
 
 
 def at_least_one(*names: str, why: str) -> Callable[[Init], Init]:
     """Declare that at least one of some arguments is given. The arguments are those of :func:`at_most_one`."""
-    return _ruled(names, lambda given, _: _none(given, names, why))
+    return _ruled(names, lambda chosen, _: _none(chosen, names, why))
 
 
 def exactly_one(*names: str, why: str) -> Callable[[Init], Init]:
     """Declare that one of some arguments is given, and no more. The arguments are those of :func:`at_most_one`."""
-    return _ruled(names, lambda given, _: _none(given, names, why) or _several(given, names, why))
+    return _ruled(names, lambda chosen, _: _none(chosen, names, why) or _several(chosen, names, why))
 
 
 def needs(names: str | tuple[str, ...], other: str, why: str, value: Any = ANY) -> Callable[[Init], Init]:
@@ -64,11 +64,11 @@ def needs(names: str | tuple[str, ...], other: str, why: str, value: Any = ANY) 
     """
     several = (names,) if isinstance(names, str) else names
 
-    def rule(given: Mapping[str, Any], values: Mapping[str, Any]) -> str | None:
-        name = next((name for name in several if name in given), None)
-        if name is None or (other in given if value is ANY else _is_default(values[other], value)):
+    def rule(chosen: Mapping[str, Any], values: Mapping[str, Any]) -> str | None:
+        name = next((name for name in several if name in chosen), None)
+        if name is None or (other in chosen if value is ANY else _is_default(values[other], value)):
             return None
-        return f"got {name}={shown(given[name])} without {other if value is ANY else f'{other}={value!r}'}: {why}"
+        return f"got {name}={shown(chosen[name])} without {other if value is ANY else f'{other}={value!r}'}: {why}"
 
     return _ruled((*several, other), rule)
 
@@ -84,11 +84,11 @@ def idle_with(names: str | tuple[str, ...], other: str, value: Any, why: str) ->
     """
     several = (names,) if isinstance(names, str) else names
 
-    def rule(given: Mapping[str, Any], values: Mapping[str, Any]) -> str | None:
-        name = next((name for name in several if name in given), None)
+    def rule(chosen: Mapping[str, Any], values: Mapping[str, Any]) -> str | None:
+        name = next((name for name in several if name in chosen), None)
         if name is None or not _is_default(values[other], value):
             return None
-        return f"got {name}={shown(given[name])} with {other}={value!r}: {why}"
+        return f"got {name}={shown(chosen[name])} with {other}={value!r}: {why}"
 
     return _ruled((*several, other), rule)
 
@@ -163,9 +163,9 @@ def _called_in_words(method: Callable[..., Any], instead: Mapping[str, str]) -> 
     signature = inspect.signature(method)
 
     @functools.wraps(method)
-    def call(*args: Any, **given: Any) -> Any:
-        refuse_call(f"{method.__name__}()", signature, instead, args, given)
-        return method(*args, **given)
+    def call(*args: Any, **keywords: Any) -> Any:
+        refuse_call(f"{method.__name__}()", signature, instead, args, keywords)
+        return method(*args, **keywords)
 
     return call
 
@@ -175,7 +175,7 @@ def refuse_call(
     signature: inspect.Signature,
     instead: Mapping[str, str],
     args: tuple[Any, ...],
-    given: Mapping[str, Any],
+    keywords: Mapping[str, Any],
 ) -> None:
     """Refuse arguments that a signature does not take; of those that are missing Python tells.
 
@@ -184,13 +184,13 @@ def refuse_call(
         signature: Its signature, with `self`.
         instead: Name -> what has taken its place.
         args: The arguments without a name, with `self`.
-        given: The others.
+        keywords: The others.
 
     Raises:
         ConfigurationError: If there is one of another name, or too many without a name.
     """
     names = [name for name in signature.parameters if name != "self"]
-    for name in given:
+    for name in keywords:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"Use {instead[name]}." if name in instead else f"Did you mean {close[0]}?" if close else ""
@@ -198,7 +198,7 @@ def refuse_call(
     ordered = [name for name in names if signature.parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     if len(args) - 1 > len(ordered):
         rule = f"takes {listed(ordered)} without a name" if ordered else "takes no argument without a name"
-        others = [name for name in names if name not in ordered and name not in given]
+        others = [name for name in names if name not in ordered and name not in keywords]
         way_out = f"Name it, as in {others[0]}=..." if others else "Leave it out."
         raise ConfigurationError(f"{owner} got {shown(args[-1])}, and {rule}. {way_out}")
 
@@ -209,10 +209,12 @@ def fault_of(init: Callable[..., None], arguments: Mapping[str, Any]) -> str | N
     if not rules:
         return None
     parameters = inspect.signature(init).parameters.items()
-    defaults = {name: None if one.default is one.empty else one.default for name, one in parameters}
+    defaults = {
+        name: None if parameter.default is parameter.empty else parameter.default for name, parameter in parameters
+    }
     values = {name: arguments.get(name, default) for name, default in defaults.items()}
-    given = {name: value for name, value in values.items() if not _is_default(value, defaults[name])}
-    return next((fault for rule in rules if (fault := rule(given, values)) is not None), None)
+    chosen = {name: value for name, value in values.items() if not _is_default(value, defaults[name])}
+    return next((fault for rule in rules if (fault := rule(chosen, values)) is not None), None)
 
 
 def shown(value: Any, most: int = 200) -> str:
@@ -226,12 +228,12 @@ def shown(value: Any, most: int = 200) -> str:
 
 def _ruled(names: tuple[str, ...], rule: Rule) -> Callable[[Init], Init]:
     def declare(init: Init) -> Init:
-        own = _constructor(init)
-        if misspelt := [name for name in names if name not in inspect.signature(own).parameters]:
+        constructor = _constructor(init)
+        if misspelt := [name for name in names if name not in inspect.signature(constructor).parameters]:
             raise TypeError(
-                f"{own.__qualname__} has no argument {listed(misspelt)}, of which a rule is declared above it."
+                f"{constructor.__qualname__} has no argument {listed(misspelt)}, of which a rule is declared above it."
             )
-        setattr(own, RULES, [rule, *getattr(own, RULES, [])])
+        setattr(constructor, RULES, [rule, *getattr(constructor, RULES, [])])
         return init
 
     return declare
@@ -242,13 +244,13 @@ def _constructor(init: Any) -> Any:
     return inspect.unwrap(vars(init)["__init__"] if isinstance(init, type) else init)
 
 
-def _several(given: Mapping[str, Any], names: tuple[str, ...], why: str) -> str | None:
-    found = [f"{name}={shown(given[name])}" for name in names if name in given]
-    return f"got both {' and '.join(found[:2])}: {why}" if len(found) > 1 else None
+def _several(chosen: Mapping[str, Any], names: tuple[str, ...], why: str) -> str | None:
+    settings = [f"{name}={shown(chosen[name])}" for name in names if name in chosen]
+    return f"got both {' and '.join(settings[:2])}: {why}" if len(settings) > 1 else None
 
 
-def _none(given: Mapping[str, Any], names: tuple[str, ...], why: str) -> str | None:
-    if any(name in given for name in names):
+def _none(chosen: Mapping[str, Any], names: tuple[str, ...], why: str) -> str | None:
+    if any(name in chosen for name in names):
         return None
     return f"got {f'neither {names[0]} nor {names[1]}' if len(names) == 2 else f'none of {listed(names)}'}: {why}"
 

@@ -70,61 +70,63 @@ def fingerprint(
     attributes (dropout rates, label smoothing) and frozen parameters, its optimizers and schedulers and their options, who
     trains on what, and every client's batches. It cannot see code: the body of a loss or of a step.
     """
-    found: dict[str, Any] = {name: arguments[name] for name in ARGUMENTS}
-    found["seed"] = arguments["seed"].run
-    found |= {f"seed.{source}": seed for source, seed in arguments["seed"].others().items()}
+    facts: dict[str, Any] = {name: arguments[name] for name in ARGUMENTS}
+    facts["seed"] = arguments["seed"].run
+    facts |= {f"seed.{source}": seed for source, seed in arguments["seed"].others().items()}
     evaluation: Evaluation = arguments["evaluation"]
     if evaluation.clients is not None:
-        found["evaluation.clients"] = evaluation.clients
-    found["failures.update_limit"] = arguments[
+        facts["evaluation.clients"] = evaluation.clients
+    facts["failures.update_limit"] = arguments[
         "failures"
     ].update_limit  # which updates count; the rest is only about losses
-    found["engine"] = "vectorized" if isinstance(arguments["engine"], Vectorized) else "one client at a time"
+    facts["engine"] = "vectorized" if isinstance(arguments["engine"], Vectorized) else "one client at a time"
     loop = arguments.get("loop", "synchronous")
     if not isinstance(loop, str):
-        found["loop"] = type(loop).__name__
-        found |= {f"{found['loop']}.{name}": value for name, value in loop.hyperparameters().items()}
+        facts["loop"] = type(loop).__name__
+        facts |= {f"{facts['loop']}.{name}": value for name, value in loop.hyperparameters().items()}
     callbacks = [callback for callback in callbacks if callback.facts.takes_part]
-    found["callbacks"] = [callback.key for callback in callbacks] + [type(callback).__name__ for callback in ordinary]
+    facts["callbacks"] = [callback.key for callback in callbacks] + [type(callback).__name__ for callback in ordinary]
     for callback in callbacks:
-        found |= {f"{callback.key}.{name}": value for name, value in callback.hyperparameters().items()}
+        facts |= {f"{callback.key}.{name}": value for name, value in callback.hyperparameters().items()}
     if any(callback.is_of("ModelSelection") for callback in callbacks):
-        found["evaluation.every"], found["evaluation.stages"] = evaluation.every, ", ".join(sorted(evaluation.stages))
+        facts["evaluation.every"], facts["evaluation.stages"] = evaluation.every, ", ".join(sorted(evaluation.stages))
         if evaluation.seconds is not None:
-            found["evaluation.seconds"] = float(evaluation.seconds)
+            facts["evaluation.seconds"] = float(evaluation.seconds)
     for other in ordinary:
-        found |= {f"{type(other).__name__}.{name}": value for name, value in _options(other).items()}
-    found |= {f"data ({split} split)": data.splits[split] for split in ("train", "val")}
+        facts |= {f"{type(other).__name__}.{name}": value for name, value in _options(other).items()}
+    facts |= {f"data ({split} split)": data.splits[split] for split in ("train", "val")}
     if "code" in data.splits:  # of data at sites: that of their data modules
-        found["data (code)"] = data.splits["code"]
+        facts["data (code)"] = data.splits["code"]
     if not data.together:  # else the hashes of the splits are our own
-        found["data (train sizes)"] = _hash({client: data.num_samples(client) for client in data.client_ids})
+        facts["data (train sizes)"] = _hash({client: data.num_samples(client) for client in data.client_ids})
     if held_out:
         sizes = {client: [data.num_samples(client, split) for split in ("train", "val")] for client in held_out}
-        found["held_out"] = f"{len(held_out)} clients ({', '.join(held_out)[:200]}; {_hash(sizes)})"
+        facts["held_out"] = f"{len(held_out)} clients ({', '.join(held_out)[:200]}; {_hash(sizes)})"
     if data.content is not None:
-        found[CONTENT] = data.content
-    found[PUBLIC], found[PUBLIC_CONTENT] = data.public_print, data.public_content
-    return plain(found | _of_loader(data) | _of_model(model))
+        facts[CONTENT] = data.content
+    facts[PUBLIC], facts[PUBLIC_CONTENT] = data.public_print, data.public_content
+    return plain(facts | _of_loader(data) | _of_model(model))
 
 
 def of_blueprint(blueprint: Blueprint) -> dict[str, Any]:
     """Return what of a blueprint changes what its clients do: callbacks and their options, the module and its optimizers."""
     callbacks, ordinary = list(blueprint.callbacks), blueprint.settings.callbacks
-    found: dict[str, Any] = {"callbacks": [one.key for one in callbacks] + [type(one).__name__ for one in ordinary]}
+    facts: dict[str, Any] = {
+        "callbacks": [callback.key for callback in callbacks] + [type(callback).__name__ for callback in ordinary]
+    }
     for callback in callbacks:
-        found |= {f"{callback.key}.{name}": value for name, value in callback.hyperparameters().items()}
+        facts |= {f"{callback.key}.{name}": value for name, value in callback.hyperparameters().items()}
     for other in ordinary:
-        found |= {f"{type(other).__name__}.{name}": value for name, value in _options(other).items()}
-    return found | _of_model(blueprint.template)
+        facts |= {f"{type(other).__name__}.{name}": value for name, value in _options(other).items()}
+    return facts | _of_model(blueprint.template)
 
 
 def _options(callback: Callback) -> dict[str, Any]:
     """Return the plain arguments that a Lightning callback was made with, as far as it keeps them by their names."""
-    held = vars(callback)
+    attributes = vars(callback)
     names = [name for name in inspect.signature(type(callback).__init__).parameters if name != "self"]
-    found = {name: held.get(name, held.get(f"_{name}", inspect)) for name in names}
-    return {name: value for name, value in found.items() if _is_plain(value)}
+    options = {name: attributes.get(name, attributes.get(f"_{name}", inspect)) for name in names}
+    return {name: value for name, value in options.items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:
@@ -135,8 +137,8 @@ def _is_plain(value: Any) -> bool:
 
 def _of_loader(data: DataSummary) -> dict[str, Any]:
     names = ("batch_size", "drop_last", "shuffle")
-    held = {name: {client: loader[name] for client, loader in data.loaders.items()} for name in names}
-    return {f"data.{name}": _common(values) for name, values in held.items()}
+    options = {name: {client: loader[name] for client, loader in data.loaders.items()} for name in names}
+    return {f"data.{name}": _common(values) for name, values in options.items()}
 
 
 def _common(values: Mapping[str, Any]) -> Any:
@@ -153,43 +155,43 @@ def _hash(value: Any) -> str:
 
 
 def _of_model(model: LightningModule) -> dict[str, Any]:
-    found: dict[str, Any] = {"model": f"{type(model).__module__}.{type(model).__qualname__}"}
+    facts: dict[str, Any] = {"model": f"{type(model).__module__}.{type(model).__qualname__}"}
     if isinstance(model, ClientModels):
-        found |= {"models": ", ".join(model.models), "model.server": model.server}
-        found["model.assign"] = (
+        facts |= {"models": ", ".join(model.models), "model.server": model.server}
+        facts["model.assign"] = (
             model.assign if isinstance(model.assign, str) else "by name"
         )  # see resume/config_changes.py
         for name in model.models:
-            found |= {f"{name}: {key}": value for key, value in _of_model(model.model(name)).items()}
-        return found
-    found |= {f"model.{name}": value for name, value in model.hparams.items()}
+            facts |= {f"{name}: {key}": value for key, value in _of_model(model.model(name)).items()}
+        return facts
+    facts |= {f"model.{name}": value for name, value in model.hparams.items()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if type(value) in PLAIN and not name.startswith("_") and name not in SHAPES:
-                found[f"model.{path}.{name}" if path else f"model.{name}"] = value
-    made = _configured(model)
-    for index, optimizer in enumerate(optimizers_in(made)):
+                facts[f"model.{path}.{name}" if path else f"model.{name}"] = value
+    configured = _configured(model)
+    for index, optimizer in enumerate(optimizers_in(configured)):
         place = f"optimizer {index + 1}" if index else "optimizer"
-        found[place] = type(optimizer).__name__
+        facts[place] = type(optimizer).__name__
         for number, group in enumerate(optimizer.param_groups):
             owner = f"{place} (group {number + 1})" if number else place
-            found |= {f"{owner}.{name}": value for name, value in group.items() if name != "params"}
-    for index, scheduler in enumerate(schedulers_in(made)):
-        found |= _of_scheduler(scheduler, f"scheduler {index + 1}" if index else "scheduler")
+            facts |= {f"{owner}.{name}": value for name, value in group.items() if name != "params"}
+    for index, scheduler in enumerate(schedulers_in(configured)):
+        facts |= _of_scheduler(scheduler, f"scheduler {index + 1}" if index else "scheduler")
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    found["model's frozen parameters"] = f"{len(frozen)} ({_hash(frozen)})"
-    return found
+    facts["model's frozen parameters"] = f"{len(frozen)} ({_hash(frozen)})"
+    return facts
 
 
 def _of_scheduler(scheduler: Any, place: str) -> dict[str, Any]:
-    found: dict[str, Any] = {place: type(scheduler).__name__}
+    facts: dict[str, Any] = {place: type(scheduler).__name__}
     # the milestones of a chain lie under a private name, and so do its parts; what is not found there is not compared
     options = {name: value for name, value in vars(scheduler).items() if not name.startswith("_")}
     options["milestones"] = options.get("milestones", vars(scheduler).get("_milestones"))
-    found |= {f"{place}.{name}": value for name, value in options.items() if _is_plain(value)}
+    facts |= {f"{place}.{name}": value for name, value in options.items() if _is_plain(value)}
     for index, part in enumerate(vars(scheduler).get("_schedulers", ())):
-        found |= _of_scheduler(part, f"{place} (part {index + 1})")
-    return found
+        facts |= _of_scheduler(part, f"{place} (part {index + 1})")
+    return facts
 
 
 def _configured(model: LightningModule) -> Any:
@@ -206,16 +208,16 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         >>> differences({"optimizer.lr": 0.1}, {"optimizer.lr": 0.2, "model.p": 0.5})
         ['optimizer.lr was 0.1 and is 0.2', 'model.p was not there and is 0.5']
     """
-    found = []
+    sentences = []
     for name in [*now, *(name for name in before if name not in now)]:
         if name in before and name in now:
             if json.dumps(before[name], sort_keys=True) != json.dumps(now[name], sort_keys=True):  # NaN is NaN
-                found += _between(name, before[name], now[name])
+                sentences += _between(name, before[name], now[name])
         elif name in now:
-            found.append(f"{name} was not there and is {_text(now[name])}")
+            sentences.append(f"{name} was not there and is {_text(now[name])}")
         else:
-            found.append(f"{name} was {_text(before[name])} and is not there")
-    return found
+            sentences.append(f"{name} was {_text(before[name])} and is not there")
+    return sentences
 
 
 def _between(name: str, old: Any, new: Any) -> list[str]:
@@ -348,8 +350,8 @@ def check_scored(saved: Mapping[str, Any], server: Server, place: object) -> Non
 def scored_before(saved: Mapping[str, Any], server: Server, seed: int) -> list[str]:
     """Return the clients that a run has scored up to its saved state."""
     clients: list[str] = list(saved["clients"])
-    given = saved["lasting"].get("evaluation.clients")
-    return clients if given is None else draw_clients(clients, given, seed, "evaluated")
+    fraction = saved["lasting"].get("evaluation.clients")
+    return clients if fraction is None else draw_clients(clients, fraction, seed, "evaluated")
 
 
 def check_rescored(before: Sequence[str], server: Server, place: object, go_on: bool) -> None:
@@ -413,8 +415,8 @@ def list_joined_clients(saved: Mapping[str, Any], server: Server) -> list[str]:
 
 
 def _named(clients: Sequence[str], most: int = MOST) -> str:
-    one = "client" if len(clients) == 1 else "clients"
-    return f"{one} {listed(map(repr, clients), most)}"
+    noun = "client" if len(clients) == 1 else "clients"
+    return f"{noun} {listed(map(repr, clients), most)}"
 
 
 def _some(texts: Sequence[str]) -> str:

@@ -216,7 +216,7 @@ def _is_there(holder: dict[str, Any]) -> bool:
 def _read(file: int) -> dict[str, Any]:
     try:
         os.lseek(file, 0, os.SEEK_SET)
-        found = json.loads(os.read(file, 4096) or b"{}")
+        holder = json.loads(os.read(file, 4096) or b"{}")
     except ValueError:  # its holder is writing it
         return {}
-    return found if isinstance(found, dict) else {}
+    return holder if isinstance(holder, dict) else {}

@@ -100,7 +100,7 @@ class Store:
             return
         names = self.there.get(round, ())
         # a logger's prefix stands before a '-'
-        new = {name: value for name, value in values.items() if not any(is_known_as(name, known) for known in names)}
+        new = {name: value for name, value in values.items() if not any(is_known_as(name, logged) for logged in names)}
         if new:
             self.logger.log_metrics(new, step=round)
             self._used = True
@@ -121,8 +121,10 @@ class Store:
 
     def is_of(self, mark: Mark, by_name: bool) -> bool:
         """Return whether a mark may be of this logger."""
-        given = given_version(self.logger)
-        return mark["logger"] == type(self.logger).__name__ and (given == mark["version"] if by_name else given is None)
+        version = given_version(self.logger)
+        return mark["logger"] == type(self.logger).__name__ and (
+            version == mark["version"] if by_name else version is None
+        )
 
     def reopen(self, mark: Mark | None, rounds: int, differs: bool) -> None:
         """Go on where the logger stood at `mark`, before anything is logged."""
@@ -130,9 +132,9 @@ class Store:
             self.until = rounds
 
 
-def is_known_as(name: str, known: str) -> bool:
-    """Return True if a logger, which may have a prefix, knows `name` as `known`."""
-    return known == name or known.endswith(f"-{name}")
+def is_known_as(name: str, logged: str) -> bool:
+    """Return True if a logger, which may have a prefix, knows `name` as `logged`."""
+    return logged == name or logged.endswith(f"-{name}")
 
 
 class FileStore(Store):
@@ -221,9 +223,9 @@ class CSVStore(FileStore):
             return False
         with self.file.open("rb") as file:
             header = file.readline().decode(errors="replace")
-        known, columns = (set(next(csv.reader([line]), [])) for line in (mark["header"], header))
+        names, columns = (set(next(csv.reader([line]), [])) for line in (mark["header"], header))
         whole = self.file.stat().st_size >= mark["bytes"]
-        if not known <= columns or (known == columns and whole and not is_the_one(self.file, mark)):
+        if not names <= columns or (names == columns and whole and not is_the_one(self.file, mark)):
             set_aside(self.file, "metrics.damaged.csv")
             return False
         end, lines = self._end_of(mark["lines"])
@@ -285,13 +287,13 @@ class TensorBoardStore(FileStore):
         self.logger.finalize("interrupted")  # of an earlier fit with the same logger; it has the file open
         complete = all((self.folder / name).exists() for name in mark["files"])
         for path in self._files():
-            known = mark["files"].get(path.name)
-            if known is None:
+            mark_of_file = mark["files"].get(path.name)
+            if mark_of_file is None:
                 path.unlink()
-            elif path.stat().st_size < known["bytes"]:
+            elif path.stat().st_size < mark_of_file["bytes"]:
                 complete = False
-            elif is_the_one(path, known):
-                os.truncate(path, known["bytes"])
+            elif is_the_one(path, mark_of_file):
+                os.truncate(path, mark_of_file["bytes"])
             else:
                 set_aside(path, path.name.replace("tfevents", "damaged"))  # TensorBoard does not read it
                 complete = False

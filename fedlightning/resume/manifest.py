@@ -100,9 +100,9 @@ def fault_of_extra(extra: dict[str, Any]) -> str | None:
     seconds = all(_is_number(extra.get(name, 0.0)) for name in ("seconds", "evaluation_seconds"))
     if not seconds or not isinstance(extra.get("final", False), bool):
         return ": its seconds or its end are none"
-    held = [extra.get(name) or [] for name in ("loggers", "loggers_of_rounds")]
-    marks = [mark for marks in held if isinstance(marks, list) for mark in marks]
-    if not all(isinstance(marks, list) for marks in held) or not all(
+    mark_lists = [extra.get(name) or [] for name in ("loggers", "loggers_of_rounds")]
+    marks = [mark for marks in mark_lists if isinstance(marks, list) for mark in marks]
+    if not all(isinstance(marks, list) for marks in mark_lists) or not all(
         isinstance(mark, dict) and {"logger", "version"} <= mark.keys() for mark in marks
     ):
         return ": its marks of loggers are none"
@@ -111,7 +111,8 @@ def fault_of_extra(extra: dict[str, Any]) -> str | None:
         return ": its explosions are none"
     norms = extra.get("norms", {})
     if not isinstance(norms, dict) or not all(
-        isinstance(found, list) and found and all(map(_is_number, found)) for found in norms.values()
+        isinstance(norms_of_client, list) and norms_of_client and all(map(_is_number, norms_of_client))
+        for norms_of_client in norms.values()
     ):
         return ": its norms are none"
     rounds = extra.get("history", [])
@@ -150,9 +151,9 @@ def shortened(tree: Any, folder: Path, before: Any = None) -> Any:
     if not isinstance(tree, list) or len(tree) < 2 * PART:
         return tree
     count = (len(tree) // PART - 1) * PART
-    known, last = before if _is_short(before) else {}, json.loads(json.dumps(tree[count - 1]))
-    if known.get("entries") == count and known[LAST] == last:
-        name = known[HEAD]
+    head, last = before if _is_short(before) else {}, json.loads(json.dumps(tree[count - 1]))
+    if head.get("entries") == count and head[LAST] == last:
+        name = head[HEAD]
     else:
         text = json.dumps(tree[:count])
         name = f"list-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"

@@ -187,8 +187,8 @@ def killed_version(root: str | Path, name: str) -> str | None:
     Its lock still lies there, and nobody holds it: a run that ends, be it with an error, takes its lock away.
     """
     places = (Path(root) / name).glob(f"version_*/{LOCK}") if is_writing_process() else ()
-    found = {int(place.parent.name[8:]): place.parent for place in places if place.parent.name[8:].isdigit()}
-    for _, path in sorted(found.items(), reverse=True):
+    folders = {int(place.parent.name[8:]): place.parent for place in places if place.parent.name[8:].isdigit()}
+    for _, path in sorted(folders.items(), reverse=True):
         if not has_state(path) and not (path / "summary.json").exists():
             with suppress(RunInUseError), RunLock(path):
                 return path.name
@@ -208,9 +208,9 @@ def find_last(root: str | Path, name: str) -> Path:
 
 def refuse_requeued(folder: Path) -> None:
     """Refuse a folder in which Lightning would find a checkpoint of a requeued job and load it into every client."""
-    found = sorted(folder.glob("hpc_ckpt_*.ckpt"))
-    if found:
+    files = sorted(folder.glob("hpc_ckpt_*.ckpt"))
+    if files:
         raise ConfigurationError(
-            f"{found[0]} is a checkpoint of a job that SLURM ended; Lightning would load it into every client's training. "
+            f"{files[0]} is a checkpoint of a job that SLURM ended; Lightning would load it into every client's training. "
             "Remove it: the run's own state is in checkpoints/last."
         )

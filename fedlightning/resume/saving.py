@@ -78,20 +78,24 @@ def restore_state(
 ) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Put back what :func:`save_state` wrote."""
     saved = state_files.load(folder, server.max_rounds if go_on else 0)
-    found = {"frozen": {}} | saved.server()  # a state of before these hashes has none
-    _check(saved, "the server's state", found, SERVER_TYPES)
-    for model, state in found["models"].items():
+    server_state = {"frozen": {}} | saved.server()  # a state of before these hashes has none
+    _check(saved, "the server's state", server_state, SERVER_TYPES)
+    for model, state in server_state["models"].items():
         if not _is_state(state):
             raise DamagedStateError(f"The state in {folder} is damaged: model '{model}' is no named tensors.")
-        architecture = found["model_architectures"].get(model)
+        architecture = server_state["model_architectures"].get(model)
         if architecture is not None and architecture not in server.models.architectures:
             raise ValueError(
                 f"The state in {folder} has a model '{model}' of architecture '{architecture}', which is not among "
                 f"{list(server.models.architectures)}. Resume with the ClientModels that the run was started with."
             )
-        own = server.models.main if architecture is None else server.models.architectures[architecture]
+        models = server.models.main if architecture is None else server.models.architectures[architecture]
         shapes = {name: tuple(value.shape) for name, value in state.items()}
-        now = {name: tuple(shape) for name, shape in own.shapes.items() if name in state or own.kinds[name] != "frozen"}
+        now = {
+            name: tuple(shape)
+            for name, shape in models.shapes.items()
+            if name in state or models.kinds[name] != "frozen"
+        }
         if shapes != now:
             differing = sorted(set(shapes.items()) ^ set(now.items()))[0][0]
             raise ValueError(
@@ -118,12 +122,12 @@ def restore_state(
     load_state(template, began)
     server.blueprint.template = template
     server.models.rebuild(server.blueprint)
-    _check_frozen(folder, server, found["frozen"])
-    server.load_state_dict(found)
+    _check_frozen(folder, server, server_state["frozen"])
+    server.load_state_dict(server_state)
     for client, record in saved.records():
         _check(saved, f"the record of client '{client}'", record, RECORD_TYPES)
         store.put(client, ClientRecord(**record), changed=False)
-    return saved.rounds_done, saved.extra, found[LOOP]
+    return saved.rounds_done, saved.extra, server_state[LOOP]
 
 
 def _check_frozen(folder: Path, server: Server, hashes: Mapping[str, Any]) -> None:
@@ -146,12 +150,12 @@ def check_extra(folder: Path, extra: dict[str, Any], parts: Sequence[str]) -> No
         raise DamagedStateError(f"The state in {folder} is damaged: its manifest has no '{missing[0]}'.")
 
 
-def _check(saved: state_files.SavedState, what: str, found: dict[str, Any], types: dict[str, Any]) -> None:
+def _check(saved: state_files.SavedState, what: str, part: dict[str, Any], types: dict[str, Any]) -> None:
     """Refuse a part of a state that has other entries than it should."""
-    for name in [*types, *found]:
+    for name in [*types, *part]:
         kind = types.get(name)
-        if kind is None or name not in found or not _fits(name, found[name], kind):
-            what_it_is = "missing" if name not in found else "unknown" if kind is None else "not what it should be"
+        if kind is None or name not in part or not _fits(name, part[name], kind):
+            what_it_is = "missing" if name not in part else "unknown" if kind is None else "not what it should be"
             raise DamagedStateError(f"The state in {saved.folder} is damaged: '{name}' in {what} is {what_it_is}.")
 
 

@@ -110,15 +110,15 @@ def store_long_values(folder: Path, lasting: Mapping[str, Any]) -> dict[str, Any
 
     A manifest is written after every round, and the ids of a hundred thousand clients need not be.
     """
-    found = {name: value for name, value in lasting.items() if len(value) <= LONG}
+    short = {name: value for name, value in lasting.items() if len(value) <= LONG}
     elsewhere = {}
-    for name in lasting.keys() - found.keys():
+    for name in lasting.keys() - short.keys():
         text = json.dumps(lasting[name])
         elsewhere[name] = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         write_text_atomically(folder / elsewhere[name], text)
-    return found | ({ELSEWHERE: elsewhere} if elsewhere else {})
+    return short | ({ELSEWHERE: elsewhere} if elsewhere else {})
 
 
 def _packs(
@@ -178,14 +178,14 @@ class SavedState:
 
     def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Read the clients' records, one file after another, as their fields."""
-        found: dict[str, dict[str, Any]] = {}
+        records: dict[str, dict[str, Any]] = {}
         for name in dict.fromkeys(self.files.values()):
             pack = _load(self.folder / name)
-            found |= {client: pack[client] for client in pack if self.files.get(client) == name}
+            records |= {client: pack[client] for client in pack if self.files.get(client) == name}
         for client, name in self.files.items():
-            if not isinstance(found.get(client), dict):
+            if not isinstance(records.get(client), dict):
                 raise DamagedStateError(f"The state in {self.folder} is damaged: {name} has no record of '{client}'.")
-            yield client, found.pop(client)
+            yield client, records.pop(client)
 
 
 def load(folder: Path, max_rounds: int = 0) -> SavedState:

@@ -109,8 +109,8 @@ def _as_csv(lines: Iterable[Iterable[Any]]) -> bytes:
 def versions() -> dict[str, str]:
     """Versions of what numbers depend on."""
     packages = ("fedlightning", "torch", "lightning", "torchmetrics", "numpy")
-    found = {package: _version(package) for package in packages}
-    return {"python": platform.python_version(), **{name: version for name, version in found.items() if version}}
+    installed = {package: _version(package) for package in packages}
+    return {"python": platform.python_version(), **{name: version for name, version in installed.items() if version}}
 
 
 @cache

@@ -74,15 +74,15 @@ def bounds_of(modules: Iterable[Any]) -> dict[str, tuple[float, float]]:
     Of a torchmetrics object the best that it can be, under its attribute's name. The other end of what torchmetrics draws its
     plots in is no bound: there Cohen's kappa begins at 0.
     """
-    found = dict.fromkeys(SHARES, (0.0, 100.0)) | dict.fromkeys(ERRORS, (0.0, math.inf))
-    said: dict[str, tuple[float, float]] = {}
+    bounds = dict.fromkeys(SHARES, (0.0, 100.0)) | dict.fromkeys(ERRORS, (0.0, math.inf))
+    declared: dict[str, tuple[float, float]] = {}
     for module in modules:
-        given = getattr(module, "metric_bounds", None)
-        said |= given if isinstance(given, dict) else {}
+        bounds_of_module = getattr(module, "metric_bounds", None)
+        declared |= bounds_of_module if isinstance(bounds_of_module, dict) else {}
         for name, child in module.named_children() if hasattr(module, "named_children") else ():
             if (best := _best_of(child)) is not None:
-                found.setdefault(bare(name), best)
-    return found | said
+                bounds.setdefault(bare(name), best)
+    return bounds | declared
 
 
 def _best_of(metric: Any) -> tuple[float, float] | None:
@@ -126,7 +126,7 @@ def higher_is_better(metric: str) -> bool:
     return not any(word.lower() in LOWER_IS_BETTER for word in words)
 
 
-def choose_metric(known: Sequence[Sequence[str]]) -> str:
+def choose_metric(metrics_by_run: Sequence[Sequence[str]]) -> str:
     """Return the metric to compare runs by if nobody says: one that all have, accuracy before rmse before loss.
 
     Example:
@@ -135,7 +135,11 @@ def choose_metric(known: Sequence[Sequence[str]]) -> str:
         >>> choose_metric([["loss", "acc"]]), choose_metric([["loss", "f1", "iou"]])
         ('acc', 'iou')
     """
-    common = [name for name in known[0] if all(name in metrics for metrics in known)] if known else []
+    common = (
+        [name for name in metrics_by_run[0] if all(name in metrics for metrics in metrics_by_run)]
+        if metrics_by_run
+        else []
+    )
     return next((name for name in (*DEFAULTS, *common) if name in common), DEFAULTS[0])
 
 
@@ -154,9 +158,9 @@ def summarise(rows: Iterable[Row]) -> list[dict[str, Any]]:
         groups.setdefault(KIND(row), []).append(row)
     out = []
     for key, members in groups.items():
-        found = np.array([row.value for row in members], dtype=float)
-        defined = np.isfinite(found)
-        values = found[defined]
+        scores = np.array([row.value for row in members], dtype=float)
+        defined = np.isfinite(scores)
+        values = scores[defined]
         weights = np.array([row.num_samples for row in members], dtype=float)[defined]
         some = len(values) > 0
         good = higher_is_better(key[-1])

@@ -115,12 +115,15 @@ class RowList(list[Row], Rows):
 
 def of_clients(rows: Iterable[Row], clients: Collection[str]) -> list[Row]:
     """Return the scores of some of the clients that train, and all scores of the pooled data and of unseen clients."""
-    known = {*clients, EVERYBODY}
+    kept_clients = {*clients, EVERYBODY}
     return [
         row
         for row in rows
         if row.model == UNSEEN
-        or (row.client in known and (not row.data.startswith(OTHERS) or row.data.removeprefix(OTHERS) in known))
+        or (
+            row.client in kept_clients
+            and (not row.data.startswith(OTHERS) or row.data.removeprefix(OTHERS) in kept_clients)
+        )
     ]
 
 

@@ -41,9 +41,9 @@ def important_metrics(results: Sequence[Result], limit: int | None = None) -> li
         >>> important_metrics(rows)
         ['accuracy', 'dice', 'loss']
     """
-    found = list(dict.fromkeys(bare(row) for row in results))
-    known = [name for name in DEFAULTS if name in found]
-    return (known + [name for name in found if name not in known])[:limit]
+    metrics = list(dict.fromkeys(bare(row) for row in results))
+    defaults = [name for name in DEFAULTS if name in metrics]
+    return (defaults + [name for name in metrics if name not in defaults])[:limit]
 
 
 def bare(row: Result) -> str:
@@ -151,13 +151,13 @@ def evaluation_line(summary: Mapping[str, Any]) -> str | None:
         >>> print(evaluation_line({"evaluation": {"clients": 9, "of": 50}, "evaluation_seconds": 2.0, "seconds": 10.0}))
         Scored: 9 of 50 clients (evaluation.clients), in 2 of the 10 s of the run.
     """
-    found, spent, whole = (
+    evaluation, spent, whole = (
         summary.get("evaluation", {}),
         summary.get("evaluation_seconds", 0.0),
         summary.get("seconds", 0.0),
     )
-    count, of = found.get("clients", 0), found.get("of", 0)
-    if (before := found.get("in_training")) is not None:
+    count, of = evaluation.get("clients", 0), evaluation.get("of", 0)
+    if (before := evaluation.get("in_training")) is not None:
         return f"Scored: {count} of {of} clients on test data, {before['clients']} in training and at stage L2."
     if count < of:
         return f"Scored: {count} of {of} clients (evaluation.clients), in {spent:.0f} of the {whole:.0f} s of the run."

@@ -228,9 +228,9 @@ def _lines(value: Any, levels: int, end: str, default: Callable[[Any], Any] | No
     below = partial(_lines, levels=levels - 1, end=end + " ", default=default)
     if isinstance(value, dict):
         # a key is written as `json` writes it: None and numbers become text
-        entries = [json.dumps({key: 0})[1:-2] + below(one) for key, one in value.items()]
+        entries = [json.dumps({key: 0})[1:-2] + below(entry) for key, entry in value.items()]
     else:
-        entries = [below(one) for one in value]
+        entries = [below(entry) for entry in value]
     first, last = "{}" if isinstance(value, dict) else "[]"
     return first + end + " " + f",{end} ".join(entries) + end + last
 
@@ -240,12 +240,12 @@ def read_mapping(path: Path) -> dict[str, Any]:
     way_out = "Put it back from a copy, or make the run again."
     try:
         text = path.read_text()
-        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UnreadableError(f"{path} is damaged ({' '.join(str(error).split())}). {way_out}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UnreadableError(f"{path} is damaged (it holds no entries). {way_out}")
-    return found
+    return content
 
 
 def sync(file: int) -> None:
@@ -266,12 +266,12 @@ def sync_folder(folder: Path) -> None:
 
 def sha256(path: Path, size: int | None = None) -> str:
     """Return the SHA-256 of a file, or of its first `size` bytes, in hexadecimal."""
-    found, left = hashlib.sha256(), path.stat().st_size if size is None else size
+    digest, left = hashlib.sha256(), path.stat().st_size if size is None else size
     with path.open("rb") as file:
         while left > 0 and (block := file.read(min(left, 1 << 20))):
-            found.update(block)
+            digest.update(block)
             left -= len(block)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 SEAL = b"sha256:"
@@ -294,9 +294,9 @@ def check_seal(path: Path) -> None:
     size = path.stat().st_size
     with path.open("rb") as file:
         file.seek(-min(size, SEAL_LENGTH), os.SEEK_END)
-        found = file.read()
-    if found.startswith(SEAL):
-        if found != SEAL + sha256(path, size - SEAL_LENGTH).encode():
+        tail = file.read()
+    if tail.startswith(SEAL):
+        if tail != SEAL + sha256(path, size - SEAL_LENGTH).encode():
             raise UnreadableError("its bytes are not those that were written: its checksum is another")
         return
     try:
@@ -347,11 +347,11 @@ def read_json(path: Path) -> Any:
 def _in_short(error: Exception) -> str:
     """Return the reason that an error of torch gives, without its advice to read the file unsafely."""
     text = str(error)
-    found = re.search(r"GLOBAL ([\w.]+)", text)
-    if found is not None:
-        return f"it names {found[1]}, which may be code"
-    found = re.search(r"WeightsUnpickler error: ([^\n]{1,200})", text) or re.match(r"(.{1,200}?)(?:\. |\n|$)", text)
-    reason = found[1].strip().rstrip(".") if found is not None else ""
+    match = re.search(r"GLOBAL ([\w.]+)", text)
+    if match is not None:
+        return f"it names {match[1]}, which may be code"
+    match = re.search(r"WeightsUnpickler error: ([^\n]{1,200})", text) or re.match(r"(.{1,200}?)(?:\. |\n|$)", text)
+    reason = match[1].strip().rstrip(".") if match is not None else ""
     return "it holds no tensors and plain values" if not reason or "eights only" in reason else reason
 
 

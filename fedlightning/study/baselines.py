@@ -33,7 +33,7 @@ def sampling(runs: Sequence[Run], split: str) -> Sampling:
     folds = {run.seed: fold for run in runs if (fold := _fold(run.config)) is not None}
     tested = {run.seed: _samples(run, split) for run in runs}
     disjoint = len(set(folds.values())) == len(tested) and sum(tested.values()) <= sum(
-        _samples(runs[0], one) for one in ("train", "val", "test")
+        _samples(runs[0], name) for name in ("train", "val", "test")
     )
     return "folds" if disjoint else "splits"
 
@@ -41,19 +41,19 @@ def sampling(runs: Sequence[Run], split: str) -> Sampling:
 def test_share(runs: Sequence[Run], split: str) -> float:
     """Return the mean over runs of samples tested for each that training and validation had; 1 if a run does not tell."""
     shares = [
-        _samples(run, split) / given if (given := _samples(run, "train") + _samples(run, "val")) else 1.0
+        _samples(run, split) / samples if (samples := _samples(run, "train") + _samples(run, "val")) else 1.0
         for run in runs
     ]
     return sum(share or 1.0 for share in shares) / len(shares)
 
 
 def _samples(run: Run, split: str) -> int:
-    return sum(held.get(split) or 0 for held in run.summary.get("data", {}).get("clients", {}).values())
+    return sum(counts.get(split) or 0 for counts in run.summary.get("data", {}).get("clients", {}).values())
 
 
 def _fold(config: Mapping[str, Any]) -> str | None:
-    given = (config.get("data") or {}).get("init_args") or {}
-    return next((str(value) for key, value in given.items() if key.split("_")[-1] == "fold"), None)
+    init_args = (config.get("data") or {}).get("init_args") or {}
+    return next((str(value) for key, value in init_args.items() if key.split("_")[-1] == "fold"), None)
 
 
 def fingerprint(run: Run, split: str, by_size: bool = False) -> str:
@@ -61,13 +61,13 @@ def fingerprint(run: Run, split: str, by_size: bool = False) -> str:
 
     Runs that wrote no fingerprint are told apart by the sizes of their clients (`by_size`).
     """
-    known = None if by_size else _written(run, split)
-    found = str(known) if known is not None else f"sizes {sorted(run.summary.get('num_samples', {}).items())}"
+    digest = None if by_size else _written(run, split)
+    text = str(digest) if digest is not None else f"sizes {sorted(run.summary.get('num_samples', {}).items())}"
     scored = run.summary.get("evaluation", {})
     if split == "val":  # a run can be tested at other clients than those it was validated at
         scored = scored.get("in_training", scored)
     who = scored.get("who")
-    return found if who is None or split == "train" else f"{found}, scored at {who}"
+    return text if who is None or split == "train" else f"{text}, scored at {who}"
 
 
 def _written(run: Run, split: str) -> Any:
@@ -94,7 +94,7 @@ def odd_splits(runs: Sequence[Run], split: str) -> dict[tuple[str, int], Run]:
 
 def why_not(run: Run, baseline: Run) -> str | None:
     """Return in a few words why two runs of one seed cannot be compared, or `None` if they can."""
-    counts = [one.summary.get("num_clients", len(one.clients)) for one in (run, baseline)]
+    counts = [other.summary.get("num_clients", len(other.clients)) for other in (run, baseline)]
     listed = counts == [len(run.clients), len(baseline.clients)]  # else those that took part, of very many
     if counts[0] != counts[1] or (listed and run.clients != baseline.clients):
         return f"other clients ({len(run.clients)} against {len(baseline.clients)})"

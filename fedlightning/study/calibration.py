@@ -99,19 +99,19 @@ def calibration_intervals(
             the same ones.
         seed: Seed of the resamples.
     """
-    found: dict[str, list[float]] = {name: [] for name in INTERVALS}
+    draws: dict[str, list[float]] = {name: [] for name in INTERVALS}
     for number in range(RESAMPLES):
         drawn = []
         for y, p in pairs:
             rows = np.random.default_rng([seed, number, len(y)]).integers(0, len(y), len(y))
             drawn.append(calibration(y[rows], p[rows]))
-        for name, values in found.items():
-            known = [value for one in drawn if (value := getattr(one, name)) is not None]
-            if len(known) == len(drawn):
-                values.append(float(np.mean(known)))
+        for name, values in draws.items():
+            scores = [value for sample in drawn if (value := getattr(sample, name)) is not None]
+            if len(scores) == len(drawn):
+                values.append(float(np.mean(scores)))
     ends = {
         name: [float(end) for end in np.quantile(values, [0.025, 0.975])] if len(values) >= 0.9 * RESAMPLES else None
-        for name, values in found.items()
+        for name, values in draws.items()
     }
     return {f"{name}_ci95": pair for name, pair in ends.items()}
 
@@ -154,12 +154,12 @@ def net_benefit(
         [(0.5, 0.25, 0.0)]
     """
     y, p = np.asarray(events, dtype=bool), np.asarray(probabilities)
-    found = []
+    points = []
     for t in thresholds:
         treated, odds = p >= t, t / (1 - t)
         gain = float((treated & y).mean() - (treated & ~y).mean() * odds)
-        found.append((float(t), gain, float(y.mean() - (~y).mean() * odds)))
-    return found
+        points.append((float(t), gain, float(y.mean() - (~y).mean() * odds)))
+    return points
 
 
 def _recalibrated(y: np.ndarray, p: np.ndarray) -> tuple[float | None, float | None]:

@@ -44,10 +44,10 @@ def score_centres(
     table = np.zeros((len(models), data.num_groups))
     for row, state in enumerate(models.values()):
         for group in range(data.num_groups):
-            found = tester.test(server.module_with(state), data.group_dataloader(group), verbose=False)[0]
-            if metric not in found:
-                raise ValueError(f"score_centres got metric='{metric}', but testing gives {sorted(found)}.")
-            table[row, group] = found[metric]
+            scores = tester.test(server.module_with(state), data.group_dataloader(group), verbose=False)[0]
+            if metric not in scores:
+                raise ValueError(f"score_centres got metric='{metric}', but testing gives {sorted(scores)}.")
+            table[row, group] = scores[metric]
     pairs = set(zip(*(places.tolist() for places in linear_sum_assignment(-table)), strict=True))
     rows = [
         {

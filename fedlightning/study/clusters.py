@@ -31,15 +31,20 @@ def clusters(study: StudyData) -> Table:
     """
     lines = []
     for method in study.methods:
-        found = by_seed(study, method)
-        if not found:
+        places_by_seed = by_seed(study, method)
+        if not places_by_seed:
             continue
-        each = [_measures(one) for one in found.values()]
-        line: dict[str, Any] = {"method": method} | {name: mean_of([one[name] for one in each]) for name in each[0]}
+        each = [_measures(places_of_seed) for places_of_seed in places_by_seed.values()]
+        line: dict[str, Any] = {"method": method} | {
+            name: mean_of([measures[name] for measures in each]) for name in each[0]
+        }
         agreed = study.estimate(
-            [agreement(one, planted_groups(study.finished[method, s].run)) for s, one in found.items()]
+            [
+                agreement(places_of_seed, planted_groups(study.finished[method, s].run))
+                for s, places_of_seed in places_by_seed.items()
+            ]
         )
-        lines.append(line | agreed.columns("agreement") | {"n_seeds": len(found), "seeds": len(study.seeds)})
+        lines.append(line | agreed.columns("agreement") | {"n_seeds": len(places_by_seed), "seeds": len(study.seeds)})
     return lines
 
 
@@ -52,13 +57,17 @@ def memberships(study: StudyData) -> Table:
     """
     lines: Table = []
     for method in study.methods:
-        found = by_seed(study, method)
-        seed, places = next(iter(found.items()), (0, Places()))
-        groups = planted_groups(study.finished[method, seed].run) if found else {}
+        places_by_seed = by_seed(study, method)
+        seed, places = next(iter(places_by_seed.items()), (0, Places()))
+        groups = planted_groups(study.finished[method, seed].run) if places_by_seed else {}
         for client, of in places.items():
             rounds = sorted(of)
             (first, _), (last, share) = of[rounds[0]], of[rounds[-1]]
-            changes = [float(len(_changes(one[client]))) for one in found.values() if client in one]
+            changes = [
+                float(len(_changes(places_of_seed[client])))
+                for places_of_seed in places_by_seed.values()
+                if client in places_of_seed
+            ]
             lines.append(
                 {"method": method, "client": client, "seed": seed, "group": groups.get(client), "first": first}
                 | {"cluster": last, "share": share, "changes": mean_of(changes), "n_seeds": len(changes)}
@@ -68,8 +77,8 @@ def memberships(study: StudyData) -> Table:
 
 def by_seed(study: StudyData, method: str) -> dict[int, Places]:
     """Return by seed where the clients of a method were; seeds without a readable `clusters.csv` are left out."""
-    found = {seed: study.tables[method, seed].memberships for seed in study.seeds_of(method)}
-    return {seed: places(rows) for seed, rows in found.items() if rows}
+    rows_by_seed = {seed: study.tables[method, seed].memberships for seed in study.seeds_of(method)}
+    return {seed: places(rows) for seed, rows in rows_by_seed.items() if rows}
 
 
 def places(rows: Iterable[Membership]) -> Places:
@@ -79,52 +88,54 @@ def places(rows: Iterable[Membership]) -> Places:
         >>> places([Membership(1, "a", "one", 0.4), Membership(1, "a", "two", 0.6)])
         {'a': {1: ('two', 0.6)}}
     """
-    found: Places = {}
+    places_by_client: Places = {}
     for row in rows:
-        of = found.setdefault(row.client, {})
+        of = places_by_client.setdefault(row.client, {})
         if row.round not in of or row.share > of[row.round][1]:
             of[row.round] = row.cluster, row.share
-    return {client: found[client] for client in sorted(found, key=natural)}
+    return {client: places_by_client[client] for client in sorted(places_by_client, key=natural)}
 
 
 def planted_groups(run: Run) -> dict[str, str]:
     """Return by client the group that the data module planted; empty if the run does not know them."""
-    found = run.summary.get("data", {}).get("groups")
-    return {str(client): str(group) for client, group in found.items()} if isinstance(found, dict) else {}
+    groups = run.summary.get("data", {}).get("groups")
+    return {str(client): str(group) for client, group in groups.items()} if isinstance(groups, dict) else {}
 
 
-def agreement(found: Places, groups: Mapping[str, str]) -> float | None:
+def agreement(places_by_client: Places, groups: Mapping[str, str]) -> float | None:
     """Return the adjusted Rand index of the last clusters and the planted groups; `None` if there is nothing to find.
 
     Example:
         >>> agreement({"a": {1: ("one", 1.0)}, "b": {1: ("two", 1.0)}}, {"a": "0", "b": "1"})
         1.0
     """
-    shared = [client for client in found if client in groups]
+    shared = [client for client in places_by_client if client in groups]
     if len({groups[client] for client in shared}) < 2:
         return None
     from sklearn.metrics import adjusted_rand_score  # slow to import
 
     return float(
-        adjusted_rand_score([groups[client] for client in shared], [_last(found[client])[0] for client in shared])
+        adjusted_rand_score(
+            [groups[client] for client in shared], [_last(places_by_client[client])[0] for client in shared]
+        )
     )
 
 
-def _measures(found: Places) -> dict[str, float]:
-    changes = [_changes(of) for of in found.values()]
-    last = [_last(of) for of in found.values()]
+def _measures(places_by_client: Places) -> dict[str, float]:
+    changes = [_changes(of) for of in places_by_client.values()]
+    last = [_last(of) for of in places_by_client.values()]
     inhabited: dict[int, set[str]] = {}
-    for of in found.values():
+    for of in places_by_client.values():
         for number, (cluster, _) in of.items():
             inhabited.setdefault(number, set()).add(cluster)
     return {
         "clusters": float(len({cluster for cluster, _ in last})),
         "most": float(max(map(len, inhabited.values()))),
-        "changes": sum(map(len, changes)) / len(found),
-        "changed": 100.0 * sum(map(bool, changes)) / len(found),
+        "changes": sum(map(len, changes)) / len(places_by_client),
+        "changed": 100.0 * sum(map(bool, changes)) / len(places_by_client),
         "last_change": float(max((number for of in changes for number in of), default=0)),
-        "share": sum(share for _, share in last) / len(found),
-        "clients": float(len(found)),
+        "share": sum(share for _, share in last) / len(places_by_client),
+        "clients": float(len(places_by_client)),
     }
 
 

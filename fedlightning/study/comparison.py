@@ -72,8 +72,8 @@ class Comparison:
         better = max if study.data.higher_is_better else min
         shown = {}
         for key in ("mean", "worst", POOLED, GLOBAL):
-            known = [row[key] for row in rows if row[key] is not None]
-            shown[key] = [_cell(row[key], bool(known) and row[key] == better(known)) for row in rows]
+            scores = [row[key] for row in rows if row[key] is not None]
+            shown[key] = [_cell(row[key], bool(scores) and row[key] == better(scores)) for row in rows]
         interval = partial(_interval, None if many else study.data.metric)
         for i, row in enumerate(rows):
             name = row["method"]

@@ -29,16 +29,16 @@ def costs(study: StudyData, target: float | None = None) -> Table:
     for line in curves(study):
         if line["stage"] == STAGE and line["data"] == DATA and line["mean"] is not None:
             tracks[line["method"]].append(line)
-    found = []
+    lines = []
     for value, share, of in _targets(study, tracks, target):
         for method, track in tracks.items():
             first = next((line for line in track if _reaches(study, line["mean"], value)), None)
-            found.append(
+            lines.append(
                 {"method": method, "target": value, "share": share, "of": of, "reached": first is not None}
                 | _spent(first)
                 | ({"time": None if first is None else first["time"]} if track and "time" in track[0] else {})
             )
-    return found
+    return lines
 
 
 def _targets(
@@ -82,11 +82,11 @@ def curves(study: StudyData, metric: str | None = None) -> Table:
     for method in study.methods:
         seeds = study.seeds_of(method)
         runs = [study.finished[method, seed].run for seed in seeds]
-        found = [round_means(run, metric) for run in runs]
+        means = [round_means(run, metric) for run in runs]
         spent = [cumulative_costs(run) for run in runs]
-        shared = set.intersection(*(set(one) for one in found)) if found else set()
+        shared = set.intersection(*(set(means_of_seed) for means_of_seed in means)) if means else set()
         for stage, data, number in sorted(shared, key=_order):
-            overall = study.estimate([one[stage, data, number] for one in found], metric)
+            overall = study.estimate([means_of_seed[stage, data, number] for means_of_seed in means], metric)
             line: dict[str, Any] = {"method": method, "stage": stage, "data": data, "round": number}
             line |= overall.columns() | {"n_seeds": overall.n}
             cost = {name: mean_of([s.get(number, {}).get(name) for s in spent]) for name in COSTS}
@@ -102,15 +102,15 @@ def seed_curves(
 ) -> dict[tuple[str, str, str], list[list[tuple[int, float | None]]]]:
     """Return (method, stage, data) -> the points of each seed's run: round and mean over clients on validation data."""
     metric = bare(metric or study.metric)
-    found: dict[tuple[str, str, str], list[list[tuple[int, float | None]]]] = {}
+    tracks: dict[tuple[str, str, str], list[list[tuple[int, float | None]]]] = {}
     for method in study.methods:
         for seed in study.seeds_of(method):
             lines: dict[tuple[str, str, str], list[tuple[int, float | None]]] = {}
             for (stage, data, number), value in sorted(round_means(study.finished[method, seed].run, metric).items()):
                 lines.setdefault((method, stage, data), []).append((number, value))
             for key, points in lines.items():
-                found.setdefault(key, []).append(points)
-    return found
+                tracks.setdefault(key, []).append(points)
+    return tracks
 
 
 def round_means(run: Run, metric: str) -> dict[tuple[str, str, int], float | None]:
@@ -137,12 +137,12 @@ def round_means(run: Run, metric: str) -> dict[tuple[str, str, int], float | Non
 def cumulative_costs(run: Run) -> dict[int, dict[str, float]]:
     """Return round -> costs of the run until the end of that round; empty if the run did not record them by round."""
     total = dict.fromkeys(COSTS, 0.0)
-    found = {}
+    costs_by_round = {}
     for entry in run.summary.get("per_round", []):
         total = {name: total[name] + float(entry.get(key, 0)) for name, key in COSTS.items()}
         time = entry.get("time")  # of the virtual clock, from the run's begin
-        found[int(entry["round"])] = total if time is None else total | {"time": float(time)}
-    return found
+        costs_by_round[int(entry["round"])] = total if time is None else total | {"time": float(time)}
+    return costs_by_round
 
 
 def _order(key: tuple[str, str, int]) -> tuple[int, str, int]:

@@ -55,9 +55,9 @@ class StudyData:
         interval: str = "t",
         split: str = "test",
     ) -> None:
-        given = list(runs)
-        self.runs = [run for run in given if run.site is None]
-        self.left_out = [run for run in given if run.site is not None]
+        all_runs = list(runs)
+        self.runs = [run for run in all_runs if run.site is None]
+        self.left_out = [run for run in all_runs if run.site is not None]
         if not self.runs:
             raise ValueError("There is no run to compare. Give run folders, or the --out folder of a compare.")
         self.metric = bare(metric) if metric is not None else common_metric(self.runs, split)
@@ -70,39 +70,39 @@ class StudyData:
         self.methods = [*(name for name in names if name not in added), *(name for name in names if name in added)]
         self.seeds = sorted({run.seed for run in self.runs})
         self.finished = {(run.name, run.seed): RunScores(run) for run in self.runs if run.error is None}
-        self.odd = odd_splits([found.run for found in self.finished.values()], split)
+        self.odd = odd_splits([scores.run for scores in self.finished.values()], split)
         self._check_metric()
         self._check_checkpoint()
 
     def _check_metric(self) -> None:
-        known = [found.metrics(self.split) for found in self.finished.values()]
-        if known and not any(self.metric in metrics for metrics in known):
-            have = ", ".join(dict.fromkeys(metric for metrics in known for metric in metrics)) or "none"
+        metrics_by_run = [scores.metrics(self.split) for scores in self.finished.values()]
+        if metrics_by_run and not any(self.metric in metrics for metrics in metrics_by_run):
+            have = ", ".join(dict.fromkeys(metric for metrics in metrics_by_run for metric in metrics)) or "none"
             raise ValueError(
                 f"No run has a score '{self.metric}' on {self.split} data; there is: {have}. Choose one of these, or test "
                 "the runs first."
             )
 
     def _check_checkpoint(self) -> None:
-        rows = [score.row for found in self.finished.values() for score in found if score.row["split"] == self.split]
-        known = list(dict.fromkeys(str(row["checkpoint"]) for row in rows))
-        if known and self.checkpoint not in (DEPLOYED, *known):
+        rows = [score.row for scores in self.finished.values() for score in scores if score.row["split"] == self.split]
+        checkpoints = list(dict.fromkeys(str(row["checkpoint"]) for row in rows))
+        if checkpoints and self.checkpoint not in (DEPLOYED, *checkpoints):
             raise ValueError(
                 f"No run has scores of a checkpoint '{self.checkpoint}' on {self.split} data; there is: {DEPLOYED}, "
-                f"{', '.join(known)}."
+                f"{', '.join(checkpoints)}."
             )
 
     @cached_property
     def tables(self) -> dict[tuple[str, int], RunTables]:
         """(method, seed) -> `clusters.csv` and `ledger.csv` of every run that has a result."""
-        return {key: tables_of(found.run) for key, found in self.finished.items()}
+        return {key: tables_of(scores.run) for key, scores in self.finished.items()}
 
     @cached_property
     def samples(self) -> dict[Path | None, Predicted]:
         """Folder of a run -> predicted probabilities of test samples, of finished runs that have them."""
         runs = [run for run in (*self.runs, *self.left_out) if run.path is not None and run.error is None]
-        held = {run.path: read(run.path) for run in runs if run.path is not None}
-        return {path: found for path, found in held.items() if found is not None}
+        predictions = {run.path: read(run.path) for run in runs if run.path is not None}
+        return {path: predicted for path, predicted in predictions.items() if predicted is not None}
 
     # -- methods and seeds -----------------------------------------------------------------------------------------
     @property
@@ -183,8 +183,8 @@ class StudyData:
 
     def _plays(self, method: str) -> str | None:
         """Return the role of a method if all of its finished runs have the same one."""
-        found = {roles.role(self.finished[method, seed].run) for seed in self.seeds_of(method)}
-        return found.pop() if len(found) == 1 else None
+        names = {roles.role(self.finished[method, seed].run) for seed in self.seeds_of(method)}
+        return names.pop() if len(names) == 1 else None
 
     def _partners(self, baseline: str) -> int:
         return sum(len(self.comparable_seeds(name, baseline)) for name in self.methods if name != baseline)
@@ -196,20 +196,20 @@ class StudyData:
         """Return, by seed, one row of each run of a method that has it."""
         where = {"split": self.split} | where
         seeds = self.seeds if every_seed else self.seeds_of(method)
-        found = {}
+        scores = {}
         for seed in seeds:
             if (method, seed) in self.finished:
                 score = self.finished[method, seed].find(metric or self.metric, **where)
                 if score is not None:
-                    found[seed] = score
-        return found
+                    scores[seed] = score
+        return scores
 
     def deployed(self, method: str, every_seed: bool = False, **where: Any) -> dict[int, SeedScore]:
         """Return, by seed, the scores of the models that clients would use, by the checkpoint rule of the study."""
         for model in (PERSONAL, GLOBAL):
-            found = self.find(method, every_seed=every_seed, model=model, checkpoint=self.checkpoint, **where)
-            if found or self.checkpoint == DEPLOYED:
-                return found
+            scores = self.find(method, every_seed=every_seed, model=model, checkpoint=self.checkpoint, **where)
+            if scores or self.checkpoint == DEPLOYED:
+                return scores
         return {}
 
     def shared(self, method: str, **where: Any) -> dict[int, SeedScore]:
@@ -227,8 +227,8 @@ class StudyData:
         """
         whole = len(values) == self.grid_size
         levels = self.crossed[0] if whole else 0
-        found = estimate(values, self.confidence, self.interval, self.test_share, metric, levels)
-        return found if whole or not self.grid_size else replace(found, ci95=None)
+        interval = estimate(values, self.confidence, self.interval, self.test_share, metric, levels)
+        return interval if whole or not self.grid_size else replace(interval, ci95=None)
 
     # -- what seeds vary -------------------------------------------------------------------------------------------
     @cached_property
@@ -245,12 +245,12 @@ class StudyData:
     @cached_property
     def sampling(self) -> Sampling:
         """Whether seeds change training only, the split, or the fold that is tested."""
-        return sampling([found.run for key, found in self.finished.items() if key not in self.odd], self.split)
+        return sampling([scores.run for key, scores in self.finished.items() if key not in self.odd], self.split)
 
     @cached_property
     def test_share(self) -> float:
         """Samples tested for each trained on, over all runs; 0 where seeds' test sets do not overlap."""
-        runs = [found.run for key, found in self.finished.items() if key not in self.odd]
+        runs = [scores.run for key, scores in self.finished.items() if key not in self.odd]
         return test_share(runs, self.split) if self.sampling == "splits" else 0.0
 
 

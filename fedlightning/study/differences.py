@@ -52,19 +52,19 @@ def difference(study: StudyData, method: str, reference: str) -> dict[str, Any]:
     if study.grid_size:
         if len(x) < study.grid_size:
             return line
-        gaps = [one - other for one, other in zip(x, y, strict=True)]
+        gaps = [minuend - other for minuend, other in zip(x, y, strict=True)]
         share = test_share(_runs(study, method, reference, a), study.split) if study.sampling == "splits" else 0.0
-        found, p = crossed_difference(gaps, study.crossed[0], share, study.confidence)
+        interval, p = crossed_difference(gaps, study.crossed[0], share, study.confidence)
     elif study.sampling == "splits":
         share = test_share(_runs(study, method, reference, a), study.split)
-        found, p = resampled_difference(x, y, share, study.confidence)
+        interval, p = resampled_difference(x, y, share, study.confidence)
     else:
-        found, p = paired_difference(x, y, study.confidence, study.interval)
+        interval, p = paired_difference(x, y, study.confidence, study.interval)
     low, high = bounds(study.metric, [*x, *y])
-    line |= bounded(found, (low - high, high - low), len(x)).columns()
-    line |= {"test": found.method, "p_clients": _over_clients(study, method, reference)}
-    line["per_seed"] = {str(seed): one - other for seed, one, other in zip(a, x, y, strict=True)}
-    line["better"] = found.centre > 0 if study.higher_is_better else found.centre < 0
+    line |= bounded(interval, (low - high, high - low), len(x)).columns()
+    line |= {"test": interval.method, "p_clients": _over_clients(study, method, reference)}
+    line["per_seed"] = {str(seed): minuend - other for seed, minuend, other in zip(a, x, y, strict=True)}
+    line["better"] = interval.centre > 0 if study.higher_is_better else interval.centre < 0
     if len(x) > 1:
         line["p"] = p
         line["p_wilcoxon"] = None if study.grid_size else wilcoxon(x, y)  # it takes independent runs
@@ -81,7 +81,7 @@ def _over_clients(study: StudyData, method: str, reference: str) -> float | None
     shared = [client for client, score in means[0].items() if None not in (score, means[1].get(client))]
     if len(shared) < 2:
         return None
-    return wilcoxon(*([one[client] for client in shared] for one in means))  # type: ignore[arg-type]
+    return wilcoxon(*([scores[client] for client in shared] for scores in means))  # type: ignore[arg-type]
 
 
 def pairs(study: StudyData, method: str, other: str) -> tuple[dict[int, float | None], dict[int, float | None]]:
@@ -124,9 +124,9 @@ def variances(study: StudyData) -> Table:
     lines: Table = []
     for method in study.methods if sources else ():
         means = {seed: score.mean for seed, score in study.deployed(method, every_seed=True).items()}
-        known = {seed: mean for seed, mean in means.items() if mean is not None}
-        if len(known) == levels ** len(sources):
-            parts = _components(known, levels, sources)
+        scored = {seed: mean for seed, mean in means.items() if mean is not None}
+        if len(scored) == levels ** len(sources):
+            parts = _components(scored, levels, sources)
             total = sum(parts.values())
             lines += [
                 {"method": method, "source": source, "std": part**0.5, "share": 100 * part / total if total else None}

@@ -56,11 +56,11 @@ def reference(study: StudyData) -> Reference | None:
     levels: dict[int, list[float]] = {}
     names = dict.fromkeys(ACCURACY, "each client’s commonest class") | {"balanced_accuracy": "chance"}
     name = names.get(study.metric, "each client’s mean")
-    for (method, seed), found in study.finished.items():
+    for (method, seed), scores in study.finished.items():
         if (method, seed) in study.odd:
             continue
         if study.metric in names:
-            counts = [of for of in classes_of(found.run).values() if sum(of)]
+            counts = [of for of in classes_of(scores.run).values() if sum(of)]
             shares = [max(of) / sum(of) if study.metric in ACCURACY else 1 / sum(n > 0 for n in of) for of in counts]
         else:
             shares = _errors_of_mean(study, method, seed) if study.metric in ("rmse", "mse") else []
@@ -71,19 +71,19 @@ def reference(study: StudyData) -> Reference | None:
 
 def classes_of(run: Run) -> dict[str, list[int]]:
     """Return the training samples of each class by client, of clients whose data have classes."""
-    held = run.summary.get("data", {}).get("clients", {})
-    return {client: of["classes"] for client, of in held.items() if len(of.get("classes") or ()) > 1}
+    clients = run.summary.get("data", {}).get("clients", {})
+    return {client: of["classes"] for client, of in clients.items() if len(of.get("classes") or ()) > 1}
 
 
 def _errors_of_mean(study: StudyData, method: str, seed: int) -> list[float]:
     """Return the error of each client's mean test target, from error and R² of a method: R² = 1 - (error / that)²."""
     power = 0.5 if study.metric == "rmse" else 1.0
-    score, told = study.deployed(method).get(seed), study.deployed(method, metric="r2").get(seed)
-    known = {} if told is None else told.defined
+    score, r2_score = study.deployed(method).get(seed), study.deployed(method, metric="r2").get(seed)
+    r2_by_client = {} if r2_score is None else r2_score.defined
     return [
         error / (1 - r2) ** power
         for client, error in (score.defined if score is not None else {}).items()
-        if (r2 := known.get(client, 1.0)) < 1 and math.isfinite(r2)
+        if (r2 := r2_by_client.get(client, 1.0)) < 1 and math.isfinite(r2)
     ]
 
 
@@ -95,14 +95,18 @@ def above_reference(study: StudyData, method: str) -> bool | None:
     gains = _over_constant(study, method)
     if not gains:
         return None
-    found = study.estimate(gains)
-    return found.mean is not None and (found.ci95 or [found.mean])[0] > 0
+    gain = study.estimate(gains)
+    return gain.mean is not None and (gain.ci95 or [gain.mean])[0] > 0
 
 
 def _over_constant(study: StudyData, method: str) -> list[float]:
     """Return how much better than the constant answer a method is at each seed; nothing where that is not known of all."""
     level, sign = reference(study), 1.0 if study.higher_is_better else -1.0
-    scores = {} if level is None else {s: one.mean for s, one in study.deployed(method).items() if s in level.by_seed}
+    scores = (
+        {}
+        if level is None
+        else {s: estimate.mean for s, estimate in study.deployed(method).items() if s in level.by_seed}
+    )
     if level is None or None in scores.values():
         return []
     return [sign * (mean - level.by_seed[s]) for s, mean in scores.items() if mean is not None]
@@ -110,8 +114,8 @@ def _over_constant(study: StudyData, method: str) -> list[float]:
 
 def no_better_than_constant(study: StudyData) -> str | None:
     """Return a sentence if no method is clearly above a constant answer."""
-    found = [above_reference(study, method) for method in study.methods]
-    if any(found) or all(one is None for one in found):
+    verdicts = [above_reference(study, method) for method in study.methods]
+    if any(verdicts) or all(verdict is None for verdict in verdicts):
         return None
     way_out = _more_seeds(study, study.methods) or " Train longer, or tune the learning rate first."
     return (
@@ -122,9 +126,9 @@ def no_better_than_constant(study: StudyData) -> str | None:
 
 def some_no_better_than_constant(study: StudyData) -> str | None:
     """Return a sentence on the methods that are not clearly above a constant answer, where another one is."""
-    found = {method: above_reference(study, method) for method in study.methods}
-    names = [method for method, above in found.items() if above is False]
-    if not names or not any(found.values()):
+    verdicts = {method: above_reference(study, method) for method in study.methods}
+    names = [method for method, above in verdicts.items() if above is False]
+    if not names or not any(verdicts.values()):
         return None
     verb = "is" if len(names) == 1 else "are"
     return f"{listed(names, most=len(names))} {verb} not clearly better than {_constant(study)}.{_more_seeds(study, names)}"
@@ -158,13 +162,13 @@ def still_improving(study: StudyData) -> dict[str, float]:
     The curve is that of models as received (L1), else of the server's, by the study's metric, else by the loss; every seed
     must still improve.
     """
-    found = {}
+    gains = {}
     for method in study.methods:
         shares = [_late(study.finished[method, seed].run, study) for seed in study.seeds_of(method)]
-        known = [share for share in shares if share is not None]
-        if known and len(known) == len(shares) and min(known) > STILL:
-            found[method] = fmean(known)
-    return found
+        measured = [share for share in shares if share is not None]
+        if measured and len(measured) == len(shares) and min(measured) > STILL:
+            gains[method] = fmean(measured)
+    return gains
 
 
 def _late(run: Run, study: StudyData) -> float | None:
@@ -221,8 +225,8 @@ def negative_transfer(study: StudyData) -> Table:
         scores = {seed: score for seed, score in study.deployed(method).items() if seed in seeds and seed in base}
         if method == siloed or not scores:
             continue
-        own, alone = per_client(list(scores.values())), per_client([base[seed] for seed in scores])
-        gains = _gains(own, alone, sign)
+        scores_of_method, alone = per_client(list(scores.values())), per_client([base[seed] for seed in scores])
+        gains = _gains(scores_of_method, alone, sign)
         if gains:
             lost = [gain for gain in gains.values() if gain < 0]
             worst = min(gains, key=gains.__getitem__)
@@ -234,6 +238,6 @@ def negative_transfer(study: StudyData) -> Table:
     return lines
 
 
-def _gains(own: Mapping[str, float | None], alone: Mapping[str, float | None], sign: float) -> dict[str, float]:
-    pairs: dict[str, tuple[Any, Any]] = {client: (score, alone.get(client)) for client, score in own.items()}
+def _gains(scores: Mapping[str, float | None], alone: Mapping[str, float | None], sign: float) -> dict[str, float]:
+    pairs: dict[str, tuple[Any, Any]] = {client: (score, alone.get(client)) for client, score in scores.items()}
     return {client: sign * (a - b) for client, (a, b) in pairs.items() if a is not None and b is not None}

@@ -49,21 +49,21 @@ def write_comparison(study: Study | Mapping[str, Study], out: str | Path) -> dic
     The CSV has `results` without nested columns: `ci95` becomes `ci95_low` and `ci95_high`, and `undefined` and
     `diverged` become text. Values by seed and by client are only in the JSON.
     """
-    found = comparison(study)
+    tables = comparison(study)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(folder / "comparison.json", json.dumps(found, indent=1, allow_nan=False))
-    write_text_atomically(folder / "comparison.csv", as_csv([flat(line) for line in found["results"]]))
+    write_text_atomically(folder / "comparison.json", json.dumps(tables, indent=1, allow_nan=False))
+    write_text_atomically(folder / "comparison.csv", as_csv([flat(line) for line in tables["results"]]))
     studies = study if isinstance(study, Mapping) else {"": study}
-    write_text_atomically(folder / "comparison.tex", "\n".join(as_tex(one, name) for name, one in studies.items()))
-    return found
+    write_text_atomically(folder / "comparison.tex", "\n".join(as_tex(part, name) for name, part in studies.items()))
+    return tables
 
 
 def comparison(study: Study | Mapping[str, Study]) -> dict[str, Any]:
     """Return the content of `comparison.json`; see :func:`write_comparison`."""
     if not isinstance(study, Mapping):
         data = study.data
-        found: dict[str, Any] = plain(
+        content: dict[str, Any] = plain(
             {
                 "results": study.results(),
                 "overview": study.overview(),
@@ -79,15 +79,15 @@ def comparison(study: Study | Mapping[str, Study]) -> dict[str, Any]:
                 "baselines": data.baselines,
             }
         )
-        return found | {name: plain(lines) for name, table in SOMETIMES.items() if (lines := table(study))}
-    each = {name: comparison(one) for name, one in study.items()}
+        return content | {name: plain(lines) for name, table in SOMETIMES.items() if (lines := table(study))}
+    each = {name: comparison(part) for name, part in study.items()}
     tables: dict[str, Any] = {
-        table: [{"dataset": name} | line for name, one in each.items() for line in one.get(table, ())]
-        for table in (*TABLES, *(name for name in SOMETIMES if any(name in one for one in each.values())))
+        table: [{"dataset": name} | line for name, part in each.items() for line in part.get(table, ())]
+        for table in (*TABLES, *(name for name in SOMETIMES if any(name in part for part in each.values())))
     }
-    about = {name: {key: one[key] for key in one if key not in (*TABLES, *SOMETIMES)} for name, one in each.items()}
-    methods = list(dict.fromkeys(method for one in each.values() for method in one["methods"]))
-    seeds = sorted({seed for one in each.values() for seed in one["seeds"]})
+    about = {name: {key: part[key] for key in part if key not in (*TABLES, *SOMETIMES)} for name, part in each.items()}
+    methods = list(dict.fromkeys(method for part in each.values() for method in part["methods"]))
+    seeds = sorted({seed for part in each.values() for seed in part["seeds"]})
     try:
         ranked = plain(ranks(study))
     except ValueError:
@@ -102,16 +102,16 @@ def flat(line: Mapping[str, Any]) -> dict[str, Any]:
         >>> flat({"mean": 0.7, "ci95": [0.6, 0.8], "undefined": ["a", "b"], "per_seed": {"0": 0.7}})
         {'mean': 0.7, 'ci95_low': 0.6, 'ci95_high': 0.8, 'undefined': 'a; b'}
     """
-    found: dict[str, Any] = {}
+    cells: dict[str, Any] = {}
     for name, value in line.items():
         if name.endswith("ci95"):
             low, high = value if value is not None else (None, None)
-            found |= {f"{name}_low": low, f"{name}_high": high}
+            cells |= {f"{name}_low": low, f"{name}_high": high}
         elif isinstance(value, list):
-            found[name] = "; ".join(map(str, value))
+            cells[name] = "; ".join(map(str, value))
         elif not isinstance(value, dict):
-            found[name] = value
-    return found
+            cells[name] = value
+    return cells
 
 
 def as_csv(lines: list[dict[str, Any]]) -> str:

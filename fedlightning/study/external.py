@@ -45,16 +45,25 @@ def sites_of(study: StudyData, line_of: str = "unseen") -> Table:
     """Return one line a method over its held-out sites: lowest and highest score; `member` is of the sites with a score."""
     lines, every = [], external(study)
     for method in dict.fromkeys(line["method"] for line in every):
-        own = [line for line in every if line["method"] == method]
-        known = {line["site"]: line[line_of] for line in own if line[line_of] is not None}
-        low, high = (min(known, key=known.__getitem__), max(known, key=known.__getitem__)) if known else (None, None)
-        members = [line["member"] for line in own if line["site"] in known and line["member"] is not None]
-        mean = mean_of(list(known.values())) if known else None
+        own_lines = [line for line in every if line["method"] == method]
+        score_by_site = {line["site"]: line[line_of] for line in own_lines if line[line_of] is not None}
+        low, high = (
+            (min(score_by_site, key=score_by_site.__getitem__), max(score_by_site, key=score_by_site.__getitem__))
+            if score_by_site
+            else (None, None)
+        )
+        members = [line["member"] for line in own_lines if line["site"] in score_by_site and line["member"] is not None]
+        mean = mean_of(list(score_by_site.values())) if score_by_site else None
         lines.append(
-            {"method": method, "sites": len(known), "of": len(own), "mean": mean}
-            | {"lowest": known.get(low), "lowest_site": low, "highest": known.get(high), "highest_site": high}
+            {"method": method, "sites": len(score_by_site), "of": len(own_lines), "mean": mean}
+            | {
+                "lowest": score_by_site.get(low),
+                "lowest_site": low,
+                "highest": score_by_site.get(high),
+                "highest_site": high,
+            }
             | {"member": mean_of(members) if members else None}
-            | {"refused": next((line["refused"] for line in own if line["refused"]), None)}
+            | {"refused": next((line["refused"] for line in own_lines if line["refused"]), None)}
         )
     return lines
 
@@ -78,12 +87,12 @@ def subgroups(study: StudyData) -> Table:
     A subgroup with fewer than `FEWEST` samples has a line without scores.
     """
     lines: Table = []
-    for method, site, way, found in _predictions(study):
+    for method, site, way, predictions in _predictions(study):
         if way != NEVER:
             continue
-        for column in found[0].columns:
-            for value in sorted(set(found[0].columns[column].tolist())):
-                parts = [one.at(one.columns[column] == value) for one in found]
+        for column in predictions[0].columns:
+            for value in sorted(set(predictions[0].columns[column].tolist())):
+                parts = [predicted.at(predicted.columns[column] == value) for predicted in predictions]
                 for number in _classes(parts[0]):
                     line = {"method": method, "site": site, "column": column, "value": value or "missing"}
                     scores: dict[str, Any] = {"samples": len(parts[0].labels)}
@@ -95,16 +104,16 @@ def subgroups(study: StudyData) -> Table:
 
 def curves_of(study: StudyData, number: int) -> dict[str, dict[str, Any]]:
     """Return by site and method, for a class and sites never seen: `calibration`, `benefit` and `all`, over all seeds."""
-    found: dict[str, dict[str, Any]] = {}
+    curves_by_site: dict[str, dict[str, Any]] = {}
     for method, site, way, of, pairs in _cases(study):
         if way == NEVER and of == number:
             events, p = (np.concatenate(part) for part in zip(*pairs, strict=True))
-            found.setdefault(site, {})[method] = {
+            curves_by_site.setdefault(site, {})[method] = {
                 "calibration": curve(events, p),
                 "benefit": net_benefit(events, p),
                 "samples": len(pairs[0][0]),
             }
-    return found
+    return curves_by_site
 
 
 def classes_of(study: StudyData) -> list[int]:
@@ -114,32 +123,34 @@ def classes_of(study: StudyData) -> list[int]:
 
 def reasons(study: StudyData) -> list[str]:
     """Return in sentences why runs have no probabilities."""
-    held = [(run, study.samples.get(run.path)) for run in study.left_out]
-    said = [
-        f"There are no probabilities of {run.name}: {found.reason}." for run, found in held if found and found.reason
+    samples = [(run, study.samples.get(run.path)) for run in study.left_out]
+    sentences = [
+        f"There are no probabilities of {run.name}: {sample.reason}."
+        for run, sample in samples
+        if sample and sample.reason
     ]
-    return list(dict.fromkeys(said))
+    return list(dict.fromkeys(sentences))
 
 
 def _line(study: StudyData, method: str, site: str, runs: Sequence[Run]) -> dict[str, Any]:
-    metric, found = study.metric, {"unseen": [], "global": [], "best_global": [], "member": [], "gap": []}  # type: ignore[var-annotated]
+    metric, scores_by_name = study.metric, {"unseen": [], "global": [], "best_global": [], "member": [], "gap": []}  # type: ignore[var-annotated]
     for run in runs:
         member = study.finished.get((method, run.seed))
-        own = (member.run.scores(metric, checkpoint=study.checkpoint) or {}).get(site) if member else None
+        member_score = (member.run.scores(metric, checkpoint=study.checkpoint) or {}).get(site) if member else None
         unseen = _at(run, metric, site, "latest", "L1")
-        found["unseen"].append(unseen)
-        found["global"].append(_at(run, metric, site, "latest", "G"))
-        found["best_global"].append(_at(run, metric, site, "best_global", "G"))
-        found["member"].append(own)
-        found["gap"].append(None if unseen is None or own is None else unseen - own)
-    known = {name: [value for value in values if value is not None] for name, values in found.items()}
+        scores_by_name["unseen"].append(unseen)
+        scores_by_name["global"].append(_at(run, metric, site, "latest", "G"))
+        scores_by_name["best_global"].append(_at(run, metric, site, "best_global", "G"))
+        scores_by_name["member"].append(member_score)
+        scores_by_name["gap"].append(None if unseen is None or member_score is None else unseen - member_score)
+    scored = {name: [value for value in values if value is not None] for name, values in scores_by_name.items()}
     line: dict[str, Any] = {"method": method, "site": site, "samples": _samples(runs, site)}
-    for name, values in known.items():
+    for name, values in scored.items():
         line[name] = mean_of(values) if values else None
         line[f"{name}_range"] = [min(values), max(values)] if len(values) > 1 else None
     refused = next((why for run in runs if (why := run.summary.get("held_out", {}).get("refused"))), None)
     failed = next((f"seed {run.seed} failed: {run.error}" for run in runs if run.error is not None), None)
-    return line | {"n_seeds": len(known["gap"]), "seeds": len(runs), "refused": refused or failed}
+    return line | {"n_seeds": len(scored["gap"]), "seeds": len(runs), "refused": refused or failed}
 
 
 def _at(run: Run, metric: str, site: str, checkpoint: str, stage: str) -> float | None:
@@ -147,8 +158,8 @@ def _at(run: Run, metric: str, site: str, checkpoint: str, stage: str) -> float 
 
 
 def _samples(runs: Sequence[Run], site: str) -> int | None:
-    held = (run.summary.get("held_out", {}).get("clients", {}).get(site, {}) for run in runs)
-    return next((one["test"] for one in held if one.get("test") is not None), None)
+    counts_of_runs = (run.summary.get("held_out", {}).get("clients", {}).get(site, {}) for run in runs)
+    return next((counts["test"] for counts in counts_of_runs if counts.get("test") is not None), None)
 
 
 Pair = tuple[np.ndarray, np.ndarray]
@@ -163,31 +174,33 @@ def _predictions(study: StudyData) -> Iterator[tuple[str, str, str, list[Predict
         seeds = {run.seed for run in left_out if run.error is None}  # both ways are of the same seeds
         members = [study.finished[method, seed].run for seed in study.seeds_of(method) if seed in seeds]
         for way, runs in ((NEVER, left_out), (SEEN, members)):
-            held = [study.samples.get(run.path) for run in runs]
-            found = [own for one in held if one is not None and len((own := one.of(site)).labels)]
-            if found:
-                yield method, site, way, found
+            samples = [study.samples.get(run.path) for run in runs]
+            predictions = [
+                predicted for sample in samples if sample is not None and len((predicted := sample.of(site)).labels)
+            ]
+            if predictions:
+                yield method, site, way, predictions
 
 
 def _cases(study: StudyData) -> Iterator[tuple[str, str, str, int, list[Pair]]]:
-    for method, site, way, found in _predictions(study):
-        for number in _classes(found[0]):
-            yield method, site, way, number, [_pair(one, number) for one in found]
+    for method, site, way, predictions in _predictions(study):
+        for number in _classes(predictions[0]):
+            yield method, site, way, number, [_pair(predicted, number) for predicted in predictions]
 
 
-def _classes(found: Predicted) -> list[int]:
-    count = found.probabilities.shape[1]
+def _classes(predicted: Predicted) -> list[int]:
+    count = predicted.probabilities.shape[1]
     return [1] if count == 2 else list(range(count))
 
 
-def _pair(found: Predicted, number: int) -> Pair:
-    return (found.labels == number).astype(np.float64), found.probabilities[:, number]
+def _pair(predicted: Predicted, number: int) -> Pair:
+    return (predicted.labels == number).astype(np.float64), predicted.probabilities[:, number]
 
 
-def _mean(found: Sequence[Calibration]) -> dict[str, Any]:
+def _mean(rows: Sequence[Calibration]) -> dict[str, Any]:
     """Return the means over seeds of every field; one that a seed lacks is `None`."""
-    fields: list[Mapping[str, Any]] = [asdict(one) | {"observed": one.observed} for one in found]
-    means = {name: [one[name] for one in fields] for name in fields[0]}
+    fields: list[Mapping[str, Any]] = [asdict(row) | {"observed": row.observed} for row in rows]
+    means = {name: [field_values[name] for field_values in fields] for name in fields[0]}
     return {
         name: None if None in values else values[0] if len(set(values)) == 1 else float(np.mean(values))
         for name, values in means.items()

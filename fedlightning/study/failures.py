@@ -36,9 +36,9 @@ def failure_rows(failures: Iterable[Mapping[str, Any]], sites: Sites | None = No
     """
     places = site_of(sites or {})
     groups: dict[tuple[str, str, str, str], list[int]] = {}
-    for one in failures:
-        key = (one["client"], one["where"], first_sentence(one["reason"]), one["decision"])
-        groups.setdefault(key, []).append(one["round"])
+    for failure in failures:
+        key = (failure["client"], failure["where"], first_sentence(failure["reason"]), failure["decision"])
+        groups.setdefault(key, []).append(failure["round"])
     return [
         {"client": client, **({"site": places.get(client, client)} if places else {})}
         | {"where": where, "reason": reason, "decision": decision}

@@ -48,28 +48,28 @@ def incentives(study: StudyData, method: str) -> dict[str, Any]:
 
     For a loss, a gain is a lower value.
     """
-    found: dict[str, Any] = dict.fromkeys(("ipr", "ipr_of_medians", "pma", "opt_outs"))
-    found["ipr_seeds"] = found["pma_seeds"] = 0
+    measures: dict[str, Any] = dict.fromkeys(("ipr", "ipr_of_medians", "pma", "opt_outs"))
+    measures["ipr_seeds"] = measures["pma_seeds"] = 0
     role = study.role(method)
     scores, silo, federated = study.deployed(method), study.siloed_scores(), study.federated_scores()
     if role not in NEEDED and set(NEEDED) <= set(study.baselines):
         names = [study.baselines[needed] for needed in NEEDED]
         seeds = [s for s in study.comparable_seeds(method, *names) if s in scores and s in silo and s in federated]
         each = [common(scores[s], silo[s], federated[s]) for s in seeds]
-        found["ipr"] = mean_of([_rate(study, groups) for groups in each])
+        measures["ipr"] = mean_of([_rate(study, groups) for groups in each])
         middle = [medians([group[s] for s in seeds]) for group in (scores, silo, federated)]
         shared = [client for client in middle[0] if all(client in group for group in middle)]
         if shared:
-            found["ipr_of_medians"] = _rate(study, [{c: group[c] for c in shared} for group in middle])
-        found["ipr_seeds"] = len(seeds)
+            measures["ipr_of_medians"] = _rate(study, [{c: group[c] for c in shared} for group in middle])
+        measures["ipr_seeds"] = len(seeds)
     if role != "fedavg" and "fedavg" in study.baselines:
         gains = appeal_by_seed(study, method)
-        found["pma"] = mean_of([None if gain is None else sum(gain.values()) / len(gain) for gain in gains.values()])
-        found["opt_outs"] = mean_of(
+        measures["pma"] = mean_of([None if gain is None else sum(gain.values()) / len(gain) for gain in gains.values()])
+        measures["opt_outs"] = mean_of(
             [None if g is None else 100.0 * sum(v < 0 for v in g.values()) / len(g) for g in gains.values()]
         )
-        found["pma_seeds"] = len(gains)
-    return found | global_appeal(study, method)
+        measures["pma_seeds"] = len(gains)
+    return measures | global_appeal(study, method)
 
 
 def appeal_by_seed(study: StudyData, method: str) -> dict[int, Scores | None]:
@@ -78,13 +78,13 @@ def appeal_by_seed(study: StudyData, method: str) -> dict[int, Scores | None]:
         return {}
     scores, federated = study.deployed(method), study.federated_scores()
     sign = 1.0 if study.higher_is_better else -1.0
-    found: dict[int, Scores | None] = {}
+    gains_by_seed: dict[int, Scores | None] = {}
     for seed in study.comparable_seeds(method, study.baselines["fedavg"]):
         if seed in scores and seed in federated:
             pair = common(scores[seed], federated[seed])
             gains = measure.personal_model_appeal(*pair) if pair else None
-            found[seed] = None if gains is None else {client: sign * gain for client, gain in gains.items()}
-    return found
+            gains_by_seed[seed] = None if gains is None else {client: sign * gain for client, gain in gains.items()}
+    return gains_by_seed
 
 
 def appeal(study: StudyData) -> Table:
@@ -98,9 +98,12 @@ def appeal(study: StudyData) -> Table:
         if study.role(method) == "fedavg":
             continue
         gains = appeal_by_seed(study, method)
-        clients = dict.fromkeys(client for found in gains.values() for client in found or {})
+        clients = dict.fromkeys(client for gains_of_clients in gains.values() for client in gains_of_clients or {})
         for client in clients:
-            values = [None if found is None else found.get(client) for found in gains.values()]
+            values = [
+                None if gains_of_clients is None else gains_of_clients.get(client)
+                for gains_of_clients in gains.values()
+            ]
             lines.append({"method": method, "client": client, "pma": mean_of(values), "n_seeds": len(values)})
     return lines
 
@@ -116,10 +119,10 @@ def global_appeal(study: StudyData, method: str) -> dict[str, Any]:
         if siloed is None or method == siloed:
             break
         mine = study.find(method, "loss", split=split, model=GLOBAL, checkpoint="latest")
-        own = study.find(siloed, "loss", split=split, model=PERSONAL, checkpoint="latest", stage="L1")
-        seeds = [seed for seed in study.comparable_seeds(method, siloed) if seed in mine and seed in own]
+        siloed_losses = study.find(siloed, "loss", split=split, model=PERSONAL, checkpoint="latest", stage="L1")
+        seeds = [seed for seed in study.comparable_seeds(method, siloed) if seed in mine and seed in siloed_losses]
         if seeds:
-            pairs = [common(mine[seed], own[seed]) for seed in seeds]
+            pairs = [common(mine[seed], siloed_losses[seed]) for seed in seeds]
             counts = [measure.global_model_appeal(*pair) if pair else None for pair in pairs]
             return {"gma": mean_of(counts), "gma_loss": word}
     return {"gma": None, "gma_loss": None}
@@ -145,8 +148,8 @@ def _rate(study: StudyData, groups: list[Scores] | None) -> float | None:
     """Return the participation rate for (method, siloed, FedAvg) scores."""
     if groups is None:
         return None
-    own, silo, federated = groups
-    return measure.incentivised_participation_rate(own, silo, federated, study.higher_is_better)
+    personal, silo, federated = groups
+    return measure.incentivised_participation_rate(personal, silo, federated, study.higher_is_better)
 
 
 def _count(scores: Sequence[SeedScore]) -> int | None:

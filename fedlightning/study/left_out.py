@@ -76,14 +76,16 @@ def _run(
     data: FederatedDataModule,
     columns: Sequence[str],
 ) -> Run:
-    given = {**trainer.arguments, "callbacks": copy.deepcopy(trainer.arguments["callbacks"])}
+    arguments = {**trainer.arguments, "callbacks": copy.deepcopy(trainer.arguments["callbacks"])}
     if site is not None:
-        given |= {"held_out": [site], "name": f"{trainer.arguments['name']}.without.{site}"}
-    own = FederatedTrainer(**given)
-    own.fit(model, data)
-    own.test(verbose=False)
-    found = predicted.predict_samples(own, data, list(data.client_ids) if site is None else [site], columns)
-    path = None if own.run is None else own.run.path
+        arguments |= {"held_out": [site], "name": f"{trainer.arguments['name']}.without.{site}"}
+    fold_trainer = FederatedTrainer(**arguments)
+    fold_trainer.fit(model, data)
+    fold_trainer.test(verbose=False)
+    probabilities = predicted.predict_samples(
+        fold_trainer, data, list(data.client_ids) if site is None else [site], columns
+    )
+    path = None if fold_trainer.run is None else fold_trainer.run.path
     if path is not None:
-        samples.write(path, found)
-    return Run(name, int(own.summary["seed"]), path, dict(own.summary), site=site)
+        samples.write(path, probabilities)
+    return Run(name, int(fold_trainer.summary["seed"]), path, dict(fold_trainer.summary), site=site)

@@ -113,12 +113,16 @@ class RunScores:
     def _score(self, row: Mapping[str, Any]) -> SeedScore:
         empty = [client for client, value in row["per_client"].items() if value is None]
         where = address(row)[:5]
-        losses = [own for key, own in self._rows.items() if key[:5] == where and not higher_is_better(key[5])]
+        losses = [
+            row_of_loss for key, row_of_loss in self._rows.items() if key[:5] == where and not higher_is_better(key[5])
+        ]
         if not losses and len(empty) == len(row["per_client"]):  # nobody has a score, and no loss tells why
             return SeedScore(self.run.seed, row, tuple(empty))
-        told = [own for own in losses if bare(own["metric"]) == "loss"] or losses
+        loss_rows = [row_of_loss for row_of_loss in losses if bare(row_of_loss["metric"]) == "loss"] or losses
         diverged = tuple(
-            client for client in row["per_client"] if any(own["per_client"].get(client, 0.0) is None for own in told)
+            client
+            for client in row["per_client"]
+            if any(row_of_loss["per_client"].get(client, 0.0) is None for row_of_loss in loss_rows)
         )
         return SeedScore(self.run.seed, row, diverged, tuple(client for client in empty if client not in diverged))
 
@@ -135,11 +139,11 @@ def common_metric(runs: Iterable[Run], split: str = "test") -> str:
     Where one class is much more common than the others, AUROC (of two classes) or balanced accuracy stand for accuracy.
     """
     done = [run for run in runs if run.error is None]
-    known = [metrics for run in done if (metrics := RunScores(run).metrics(split))]
-    chosen = choose_metric(known)
+    metrics_by_run = [metrics for run in done if (metrics := RunScores(run).metrics(split))]
+    chosen = choose_metric(metrics_by_run)
     if chosen in ACCURACY and (classes := _unbalanced(done)):
         wanted = (*(("auroc",) if classes == 2 else ()), "balanced_accuracy")
-        return next((name for name in wanted if all(name in metrics for metrics in known)), chosen)
+        return next((name for name in wanted if all(name in metrics for metrics in metrics_by_run)), chosen)
     return chosen
 
 
@@ -149,8 +153,8 @@ UNBALANCED = 0.3
 
 def _unbalanced(runs: Sequence[Run]) -> int:
     """Return the number of classes where one is much more common than others over all clients; 0 if none is."""
-    held = runs[0].summary.get("data", {}).get("clients", {}).values() if runs else ()
-    counts = [of["classes"] for of in held if len(of.get("classes") or ()) > 1]
+    clients = runs[0].summary.get("data", {}).get("clients", {}).values() if runs else ()
+    counts = [of["classes"] for of in clients if len(of.get("classes") or ()) > 1]
     if not counts or len({len(of) for of in counts}) > 1:
         return 0
     total = [sum(of) for of in zip(*counts, strict=True)]
@@ -212,22 +216,22 @@ def estimate(
         >>> estimate([1.0, 0.9], metric="accuracy").ci95[1]
         1.0
     """
-    known = [value for value in values if value is not None]
-    if not known or len(known) < len(values):
-        return Estimate(n=len(known))
+    scores = [value for value in values if value is not None]
+    if not scores or len(scores) < len(values):
+        return Estimate(n=len(scores))
     if levels:
-        found, _ = crossed_difference(known, levels, test_share, confidence)
+        spread, _ = crossed_difference(scores, levels, test_share, confidence)
     elif test_share:
-        found = widened(mean_interval(known, confidence), test_share)
+        spread = widened(mean_interval(scores, confidence), test_share)
     else:
-        found = mean_interval(known, confidence, interval)
-    return bounded(found, bounds(metric, known), len(known))
+        spread = mean_interval(scores, confidence, interval)
+    return bounded(spread, bounds(metric, scores), len(scores))
 
 
-def bounded(found: Interval, limits: tuple[float, float], n: int) -> Estimate:
+def bounded(interval: Interval, limits: tuple[float, float], n: int) -> Estimate:
     """Return an interval of `n` values that ends where what it is of does; one value has none."""
-    ends = [max(found.low, limits[0]), min(found.high, limits[1])]
-    return Estimate(found.centre, ends if n > 1 else None, n, ends != [found.low, found.high])
+    ends = [max(interval.low, limits[0]), min(interval.high, limits[1])]
+    return Estimate(interval.centre, ends if n > 1 else None, n, ends != [interval.low, interval.high])
 
 
 def bounds(metric: str | None, values: Sequence[float]) -> tuple[float, float]:
@@ -245,5 +249,5 @@ def mean_of(values: Sequence[float | None]) -> float | None:
         >>> mean_of([0.5, 1.0]), mean_of([0.5, None])
         (0.75, None)
     """
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known and len(known) == len(values) else None
+    scores = [value for value in values if value is not None]
+    return sum(scores) / len(scores) if scores and len(scores) == len(values) else None

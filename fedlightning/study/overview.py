@@ -45,7 +45,7 @@ def overview(study: StudyData, problems: Sequence[Problem]) -> Table:
 
 def _line(study: StudyData, method: str, winner: str | None, gap: dict[str, Any]) -> dict[str, Any]:
     scores = study.deployed(method)
-    found = local_and_pooled(study, scores, study.deployed(method, data=POOLED))
+    means_of_models = local_and_pooled(study, scores, study.deployed(method, data=POOLED))
     shared = study.estimate([score.mean for score in study.shared(method).values()], study.metric)
     model, checkpoint, stage = chosen(study, method)
     gains = incentives(study, method)
@@ -59,12 +59,12 @@ def _line(study: StudyData, method: str, winner: str | None, gap: dict[str, Any]
         "model": model,
         "checkpoint": checkpoint,
         "stage": stage,
-        "mean": found[LOCAL],
-        "ci95": found[f"{LOCAL}_ci95"],
-        "ci95_radius": found[f"{LOCAL}_radius"],
+        "mean": means_of_models[LOCAL],
+        "ci95": means_of_models[f"{LOCAL}_ci95"],
+        "ci95_radius": means_of_models[f"{LOCAL}_radius"],
         "weighted_mean": mean_of([score.weighted_mean for score in each]),
         **{name: statistic(each, name) for name in ("median", "std", "worst", "tenth_percentile")},
-        **{name: found[name] for name in (POOLED, f"{POOLED}_ci95", "sum")},
+        **{name: means_of_models[name] for name in (POOLED, f"{POOLED}_ci95", "sum")},
         GLOBAL: shared.mean,
         f"{GLOBAL}_ci95": shared.ci95,
         "best": method == winner,
@@ -89,5 +89,5 @@ def _line(study: StudyData, method: str, winner: str | None, gap: dict[str, Any]
 
 def _price(summaries: list[dict[str, Any]], key: str, unit: float = 1.0) -> float | None:
     """Return the mean over the runs that recorded a cost; diverged runs count, since they cost as much as others."""
-    known = [float(summary[key]) for summary in summaries if summary.get(key) is not None]
-    return mean_of([value / unit for value in known])
+    costs = [float(summary[key]) for summary in summaries if summary.get(key) is not None]
+    return mean_of([value / unit for value in costs])

@@ -36,7 +36,7 @@ def predict_samples(
         columns: Subgroups to keep beside, as `"sex"` or `"age>=65"`.
         checkpoint: Models of clients that trained; the deployed ones are `best_local` where a client has one.
     """
-    found: list[Predicted] = []
+    parts: list[Predicted] = []
     ready = prepared(trainer, data)
     for client in clients:
         loader = ready.client_dataloader(client, "test")
@@ -51,16 +51,16 @@ def predict_samples(
         except (ValueError, RuntimeError, TypeError) as error:  # of the user's predict_step, on batches with targets
             return Predicted(reason=" ".join(str(error).split())[:300], checkpoint=checkpoint)
         cells = {name: np.array(values_of(data, client, name), dtype=np.str_) for name in columns}
-        found.append(Predicted(np.full(len(y), client), y, np.clip(p, 0.0, 1.0), cells))
-    if not found:
+        parts.append(Predicted(np.full(len(y), client), y, np.clip(p, 0.0, 1.0), cells))
+    if not parts:
         return Predicted(reason="there are no test samples")
-    if len({one.probabilities.shape[1] for one in found}) > 1:
+    if len({part.probabilities.shape[1] for part in parts}) > 1:
         return Predicted(reason="clients' models have different classes")
     return Predicted(
-        np.concatenate([one.clients for one in found]),
-        np.concatenate([one.labels for one in found]),
-        np.concatenate([one.probabilities for one in found]),
-        {name: np.concatenate([one.columns[name] for one in found]) for name in found[0].columns},
+        np.concatenate([part.clients for part in parts]),
+        np.concatenate([part.labels for part in parts]),
+        np.concatenate([part.probabilities for part in parts]),
+        {name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns},
         checkpoint=checkpoint,
     )
 
@@ -96,24 +96,28 @@ def class_probabilities(module: LightningModule, loader: Iterable[Any]) -> tuple
     rows, labels = [], []
     for index, batch in enumerate(loader):
         with torch.no_grad():
-            found = module.predict_step(move_batch(module, batch), index)
+            probabilities = module.predict_step(move_batch(module, batch), index)
         target = batch[1] if isinstance(batch, list | tuple) and len(batch) > 1 else None
         if isinstance(target, torch.Tensor) and target.dim() == 2 and target.shape[1] == 2:
             raise ValueError(
                 "the outcome is a time and an event: probabilities would be of a horizon, and a log hazard is none; "
                 "survival is judged by its C-index at each site"
             )
-        if isinstance(found, torch.Tensor) and found.dim() == 2 and found.shape[1] == 1:
-            found = found.squeeze(1)
-        if isinstance(found, torch.Tensor) and found.dim() == 1:
-            found = torch.stack([1 - found, found], dim=1)
-        if not isinstance(found, torch.Tensor) or found.dim() != 2 or not found.is_floating_point():
+        if isinstance(probabilities, torch.Tensor) and probabilities.dim() == 2 and probabilities.shape[1] == 1:
+            probabilities = probabilities.squeeze(1)
+        if isinstance(probabilities, torch.Tensor) and probabilities.dim() == 1:
+            probabilities = torch.stack([1 - probabilities, probabilities], dim=1)
+        if (
+            not isinstance(probabilities, torch.Tensor)
+            or probabilities.dim() != 2
+            or not probabilities.is_floating_point()
+        ):
             raise ValueError("predict_step gives no probabilities of shape (batch, classes)")
         if not isinstance(target, torch.Tensor) or target.dim() != 1:
             raise ValueError("batches have no labels in the second place")
         if target.is_floating_point() and not torch.equal(target, target.round()):
             raise ValueError("the outcome is a number, not a class; calibration and decision curves are of classes")
-        rows.append(found.double().cpu().numpy())
+        rows.append(probabilities.double().cpu().numpy())
         labels.append(target.long().cpu().numpy())
     return np.concatenate(rows), np.concatenate(labels)
 

@@ -79,9 +79,9 @@ def find_problems(study: StudyData) -> list[Problem]:
 
 def _evidence(study: StudyData) -> Iterator[Problem]:
     constant = no_better_than_constant(study)
-    told = constant or some_no_better_than_constant(study)
-    if told is not None:
-        yield Problem("nothing_learnt", None, None, told)
+    sentence = constant or some_no_better_than_constant(study)
+    if sentence is not None:
+        yield Problem("nothing_learnt", None, None, sentence)
     trained = [name for name in study.methods if (steps(study, name) or 0) > 0]
     improving = still_improving(study)
     if improving:
@@ -131,8 +131,8 @@ def _splits(study: StudyData) -> Iterator[Problem]:
         )
     runs = [scores.run for scores in study.finished.values()]
     odd = {word: odd_splits(runs, split) for word, split in (("trained", "train"), ("validated", "val"))}
-    for name, seed in dict.fromkeys(key for found in odd.values() for key in found if key not in study.odd):
-        words = [word for word, found in odd.items() if (name, seed) in found]
+    for name, seed in dict.fromkeys(key for odd_runs in odd.values() for key in odd_runs if key not in study.odd):
+        words = [word for word, odd_runs in odd.items() if (name, seed) in odd_runs]
         example = odd[words[0]][name, seed].name
         text = (
             f"{name}, seed {seed}, was {' and '.join(words)} on other samples than {example} and most runs with this seed; "
@@ -193,13 +193,13 @@ def _missing_scores(study: StudyData) -> Iterator[Problem]:
 def _mixed_models(study: StudyData) -> Iterator[Problem]:
     """Find methods that deploy models of different checkpoints or stages at different seeds."""
     for name in study.methods:
-        found: dict[str, list[str]] = {}
+        seeds_by_model: dict[str, list[str]] = {}
         for seed, score in study.deployed(name).items():
-            found.setdefault(f"{score.row['checkpoint']} ({score.row['stage']})", []).append(str(seed))
-        if len(found) > 1:
-            said = "; ".join(f"{which} at seed {', '.join(seeds)}" for which, seeds in found.items())
+            seeds_by_model.setdefault(f"{score.row['checkpoint']} ({score.row['stage']})", []).append(str(seed))
+        if len(seeds_by_model) > 1:
+            models = "; ".join(f"{which} at seed {', '.join(seeds)}" for which, seeds in seeds_by_model.items())
             text = (
-                f"{name} deploys different models at different seeds ({said}), and its mean is over all of them. Give its "
+                f"{name} deploys different models at different seeds ({models}), and its mean is over all of them. Give its "
                 "runs the same checkpoints, or compare with --checkpoint latest."
             )
             yield Problem("mixed_models", name, None, text)
@@ -220,13 +220,13 @@ def _tables(study: StudyData) -> Iterator[Problem]:
 
 
 def _undefined(study: StudyData) -> Iterator[Problem]:
-    found: dict[str, list[str]] = {}
+    clients_by_metric: dict[str, list[str]] = {}
     for scores in study.finished.values():
         for score in scores:
             if score.undefined and score.row["data"] == LOCAL and score.row["split"] == study.split:
-                clients = found.setdefault(score.row["metric"], [])
+                clients = clients_by_metric.setdefault(score.row["metric"], [])
                 clients += [client for client in score.undefined if client not in clients]
-    for metric, clients in found.items():
+    for metric, clients in clients_by_metric.items():
         text = (
             f"{metric} is not defined on the data of client {', '.join(clients)} (one class only, or no positives, for "
             "example). It is empty there, and means are over the other clients."
@@ -268,9 +268,9 @@ def _other_than_baseline(study: StudyData) -> Iterator[Problem]:
 
 def steps(study: StudyData, method: str) -> float | None:
     """Return the optimizer steps of one run of a method, summed over clients and averaged over seeds."""
-    found = [study.finished[method, seed].run.summary.get("local_steps_total") for seed in study.seeds_of(method)]
-    known = [float(value) for value in found if value is not None]
-    return sum(known) / len(known) if known else None
+    counts = [study.finished[method, seed].run.summary.get("local_steps_total") for seed in study.seeds_of(method)]
+    steps_of_runs = [float(value) for value in counts if value is not None]
+    return sum(steps_of_runs) / len(steps_of_runs) if steps_of_runs else None
 
 
 def _budgets(study: StudyData) -> Iterator[Problem]:

@@ -30,8 +30,8 @@ def ranks(studies: Mapping[str, Study], alpha: float = 0.05) -> dict[str, Any]:
     each = {name: study.data for name, study in studies.items()}
     metrics = {data.metric for data in each.values()}
     if len(metrics) != 1:
-        known = ", ".join(sorted(metrics)) or "none"
-        raise ValueError(f"Ranks need studies of one metric; here it is {known}. Build all of them with the same one.")
+        names = ", ".join(sorted(metrics)) or "none"
+        raise ValueError(f"Ranks need studies of one metric; here it is {names}. Build all of them with the same one.")
     left_out: dict[str, str] = {}
     scores: dict[str, list[float]] = {}
     for method in dict.fromkeys(name for data in each.values() for name in data.methods):
@@ -59,15 +59,15 @@ def seed_ranks(study: Study, alpha: float = 0.05) -> dict[str, Any]:
     scores: dict[str, list[float]] = {}
     for method in data.methods:
         means = {seed: score.mean for seed, score in data.deployed(method).items()}
-        known = [mean for mean in means.values() if mean is not None]
+        scored = [mean for mean in means.values() if mean is not None]
         if not data.comparable(method):
             left_out[method] = "tested on other data"
-        elif len(known) < len(means):
+        elif len(scored) < len(means):
             left_out[method] = "a run diverged"
-        elif len(known) < len(data.seeds):
+        elif len(scored) < len(data.seeds):
             left_out[method] = "has no score at every seed"
         else:
-            scores[method] = known
+            scores[method] = scored
     names = [f"seed {seed}" for seed in data.seeds]
     return _ranked(scores, data.higher_is_better, alpha, "seeds", names, data.metric, left_out)
 

@@ -80,7 +80,7 @@ class Run:
         For :data:`DEPLOYED`, clients that have selected no model have their latest one in it.
         """
         best, latest_stage = _BEST[model]
-        found = [
+        rows = [
             row
             for row in self.results
             if (row["model"], row["data"], row["split"]) == (model, data, split) and bare(row["metric"]) == bare(metric)
@@ -88,7 +88,7 @@ class Run:
         chosen = []
         for name in (best, "latest") if checkpoint == DEPLOYED else (checkpoint,):
             only = stage or (latest_stage if name == "latest" else None)
-            chosen += [row for row in found if row["checkpoint"] == name and only in (None, row["stage"])][:1]
+            chosen += [row for row in rows if row["checkpoint"] == name and only in (None, row["stage"])][:1]
         return self._filled(*chosen, split=split) if chosen and data == LOCAL else next(iter(chosen), None)
 
     def _filled(self, row: dict[str, Any], latest: dict[str, Any] | None = None, *, split: str) -> dict[str, Any]:
@@ -163,8 +163,8 @@ def runs_below(path: Path) -> list[Path]:
     """
     if (path / SUMMARY_FILE).exists():
         return []
-    found = [file for depth in ("*", "*/*") for file in path.glob(f"{depth}/{SUMMARY_FILE}")]
-    return [file.parent for file in sorted(found, key=lambda file: (file.stat().st_mtime_ns, file))]
+    files = [file for depth in ("*", "*/*") for file in path.glob(f"{depth}/{SUMMARY_FILE}")]
+    return [file.parent for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, file))]
 
 
 def _runs_of(folder: Path) -> list[Run]:
@@ -198,14 +198,14 @@ def read_study_file(path: Path) -> dict[str, Any]:
 
 def _named_values(path: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
     try:
-        found = read(path)
+        content = read(path)
     except UnreadableError as error:
         raise UnreadableError(f"{path} cannot be read: {error}.") from None
-    if found is None:  # an empty YAML file
+    if content is None:  # an empty YAML file
         return {}
-    if not isinstance(found, dict):
-        raise UnreadableError(f"{path} holds a {type(found).__name__}, not named values.")
-    return found
+    if not isinstance(content, dict):
+        raise UnreadableError(f"{path} holds a {type(content).__name__}, not named values.")
+    return content
 
 
 def _read_yaml(path: Path) -> Any:
@@ -246,9 +246,11 @@ def _fault_of_study(study: Mapping[str, Any]) -> str | None:
             return f"its {name} do not each have {', '.join(needed)}"
     for entry in study["methods"]:
         for name, pair in (("left_out", "a method and a site"), ("cell", "a row and a column")):
-            held = entry.get(name)
-            if held is not None and not (
-                isinstance(held, list) and len(held) == 2 and all(isinstance(v, str) for v in held)
+            pair_of_method = entry.get(name)
+            if pair_of_method is not None and not (
+                isinstance(pair_of_method, list)
+                and len(pair_of_method) == 2
+                and all(isinstance(v, str) for v in pair_of_method)
             ):
                 return f"a method's {name} is no pair of {pair}"
     outside = [

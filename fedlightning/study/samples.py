@@ -46,17 +46,17 @@ class Predicted:
     def at(self, rows: np.ndarray) -> Predicted:
         """Return some of them, given as truth values."""
         columns = {name: cells[rows] for name, cells in self.columns.items()}
-        held = self.clients[rows], self.labels[rows], self.probabilities[rows]
-        return Predicted(*held, columns, self.reason, self.checkpoint)
+        arrays = self.clients[rows], self.labels[rows], self.probabilities[rows]
+        return Predicted(*arrays, columns, self.reason, self.checkpoint)
 
 
-def write(path: Path, found: Predicted) -> None:
+def write(path: Path, predicted: Predicted) -> None:
     """Write the predictions of a run into its folder."""
-    held: dict[str, Any] = {name: getattr(found, name) for name in ("clients", "labels", "probabilities")}
-    held |= {name: np.array(getattr(found, name)) for name in ("reason", "checkpoint")}
-    held |= {f"column {name}": cells for name, cells in found.columns.items()}
+    arrays: dict[str, Any] = {name: getattr(predicted, name) for name in ("clients", "labels", "probabilities")}
+    arrays |= {name: np.array(getattr(predicted, name)) for name in ("reason", "checkpoint")}
+    arrays |= {f"column {name}": cells for name, cells in predicted.columns.items()}
     with writing(path / FILE):
-        np.savez_compressed(path / FILE, **held)
+        np.savez_compressed(path / FILE, **arrays)
 
 
 def read(path: Path) -> Predicted | None:
@@ -70,7 +70,7 @@ def read(path: Path) -> Predicted | None:
 
 
 def _read(path: Path) -> Predicted:
-    with np.load(path / FILE, allow_pickle=False) as held:
-        columns = {name.removeprefix("column "): held[name] for name in held.files if name.startswith("column ")}
-        words = str(held["reason"]), str(held["checkpoint"])
-        return Predicted(held["clients"], held["labels"], held["probabilities"], columns, *words)
+    with np.load(path / FILE, allow_pickle=False) as arrays:
+        columns = {name.removeprefix("column "): arrays[name] for name in arrays.files if name.startswith("column ")}
+        words = str(arrays["reason"]), str(arrays["checkpoint"])
+        return Predicted(arrays["clients"], arrays["labels"], arrays["probabilities"], columns, *words)

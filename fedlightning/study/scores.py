@@ -26,22 +26,22 @@ def clients(study: StudyData) -> Table:
     for client in _clients(study):
         for method in study.methods:
             scores = {seed: score.per_client.get(client) for seed, score in study.deployed(method).items()}
-            own = {seed: score.per_client.get(client) for seed, score in silo.items()}
+            siloed = {seed: score.per_client.get(client) for seed, score in silo.items()}
             gains: list[float | None] = []
-            for seed in sorted(set(scores) & set(own)) if study.comparable(method) else []:
-                score, base = scores[seed], own[seed]
+            for seed in sorted(set(scores) & set(siloed)) if study.comparable(method) else []:
+                score, base = scores[seed], siloed[seed]
                 gains.append(None if score is None or base is None else sign * (score - base))
-            found, gain = study.estimate(list(scores.values()), study.metric), study.estimate(gains)
+            score_estimate, gain = study.estimate(list(scores.values()), study.metric), study.estimate(gains)
             lines.append(
                 {
                     "client": client,
                     "method": method,
-                    "score": found.mean,
-                    "ci95": found.ci95,
-                    "ci95_radius": found.radius,
-                    "siloed": mean_of(list(own.values())),
+                    "score": score_estimate.mean,
+                    "ci95": score_estimate.ci95,
+                    "ci95_radius": score_estimate.radius,
+                    "siloed": mean_of(list(siloed.values())),
                     **gain.columns("gain"),
-                    "n_seeds": found.n,
+                    "n_seeds": score_estimate.n,
                     "train": sizes.get(client, {}).get("train"),
                     "test": sizes.get(client, {}).get("test"),
                 }
@@ -55,10 +55,10 @@ def matrix(study: StudyData, method: str) -> dict[str, Any]:
     columns = {}
     for source in names:
         columns[source] = list(study.deployed(method, data=f"client:{source}").values())
-    own = list(study.deployed(method).values())
+    own_scores = list(study.deployed(method).values())
     values = [
         [
-            mean_of([score.per_client.get(row) for score in (own if row == column else columns[column])])
+            mean_of([score.per_client.get(row) for score in (own_scores if row == column else columns[column])])
             for column in names
         ]
         for row in names
@@ -68,7 +68,7 @@ def matrix(study: StudyData, method: str) -> dict[str, Any]:
         "values": values,
         "row_means": [mean_of(row) for row in values],
         "diagonal_mean": mean_of([values[i][i] for i in range(len(names))]),
-        "n_seeds": len(own),
+        "n_seeds": len(own_scores),
     }
 
 
@@ -79,26 +79,26 @@ def partition(study: StudyData) -> Table:
     it.
     """
     lines = []
-    for client, held in _sizes(study).items():
+    for client, sizes in _sizes(study).items():
         for split in ("train", "val", "test"):
-            if held.get(split) is not None:
-                classes = held.get("classes") if split == "train" else None
-                lines.append({"client": client, "split": split, "samples": held[split], "classes": classes})
+            if sizes.get(split) is not None:
+                classes = sizes.get("classes") if split == "train" else None
+                lines.append({"client": client, "split": split, "samples": sizes[split], "classes": classes})
     return lines
 
 
 def class_names(study: StudyData) -> list[str]:
     """Return the names of the classes, as the runs on the usual test data tell them; `[]` where they do not."""
-    told = (scores.run.summary.get("data", {}) for key, scores in study.finished.items() if key not in study.odd)
-    return next((list(map(str, data["class_names"])) for data in told if data.get("class_names")), [])
+    summaries = (scores.run.summary.get("data", {}) for key, scores in study.finished.items() if key not in study.odd)
+    return next((list(map(str, data["class_names"])) for data in summaries if data.get("class_names")), [])
 
 
 def _sizes(study: StudyData) -> dict[str, dict[str, Any]]:
     """Return the samples of each client by split, from the first run on the usual test data."""
     first = next((scores.run.summary for key, scores in study.finished.items() if key not in study.odd), {})
-    known: dict[str, dict[str, Any]] = first.get("data", {}).get("clients", {})
-    known = known or {client: {"train": n} for client, n in first.get("num_samples", {}).items()}
-    return {client: known[client] for client in sorted(known, key=natural)}
+    sizes: dict[str, dict[str, Any]] = first.get("data", {}).get("clients", {})
+    sizes = sizes or {client: {"train": n} for client, n in first.get("num_samples", {}).items()}
+    return {client: sizes[client] for client in sorted(sizes, key=natural)}
 
 
 def _clients(study: StudyData, method: str | None = None) -> list[str]:
@@ -122,14 +122,20 @@ def architectures(study: StudyData) -> Table:
     lines = []
     for method in study.methods:
         runs = {seed: study.finished[method, seed].run.summary for seed in study.seeds_of(method)}
-        known = {seed: summary["architectures"] for seed, summary in runs.items() if summary.get("architectures")}
-        own = study.deployed(method)
-        first: dict[str, Any] = next(iter(known.values()), {})
+        architectures_by_seed = {
+            seed: summary["architectures"] for seed, summary in runs.items() if summary.get("architectures")
+        }
+        deployed = study.deployed(method)
+        first: dict[str, Any] = next(iter(architectures_by_seed.values()), {})
         for name, about in first.items():
-            members = {seed: found[name]["clients"] for seed, found in known.items() if name in found}
+            members = {
+                seed: members_of[name]["clients"]
+                for seed, members_of in architectures_by_seed.items()
+                if name in members_of
+            }
             if not any(members.values()):
                 continue  # the server's own
-            means = {seed: _mean(own[seed], clients) for seed, clients in members.items() if seed in own}
+            means = {seed: _mean(deployed[seed], clients) for seed, clients in members.items() if seed in deployed}
             others = {seed: _mean(alone[seed], members[seed]) for seed in means if seed in alone}
             gains = [
                 None if value is None or others.get(seed) is None else value - others[seed]  # type: ignore[operator]
@@ -143,7 +149,7 @@ def architectures(study: StudyData) -> Table:
                     "parameters": about["parameters"],
                     "clients": about["clients"],
                     **study.estimate(list(means.values()), study.metric).columns(),
-                    "worst": mean_of([_worst(study, own[seed], members[seed]) for seed in means]),
+                    "worst": mean_of([_worst(study, deployed[seed], members[seed]) for seed in means]),
                     **gain.columns("gain"),
                     "n_seeds": sum(value is not None for value in means.values()),
                 }
@@ -195,26 +201,28 @@ def results(study: StudyData) -> Table:
 
 def summary(study: StudyData, scores: Mapping[int, SeedScore]) -> dict[str, Any]:
     """Return the columns of :func:`results` for the rows of some seeds."""
-    found = list(scores.values())
-    overall = study.estimate([score.mean for score in found], found[0].row["metric"] if found else None)
+    seed_scores = list(scores.values())
+    overall = study.estimate(
+        [score.mean for score in seed_scores], seed_scores[0].row["metric"] if seed_scores else None
+    )
     return {
         **overall.columns(),
         "n_seeds": overall.n,
         "per_seed": {str(seed): score.mean for seed, score in scores.items()},
-        "weighted_mean": mean_of([score.weighted_mean for score in found]),
-        **{name: statistic(found, name) for name in STATISTICS},
-        "per_client": per_client(found),
-        "clients": min((len(score.defined) for score in found), default=0),
-        "clients_of": max((len(score.per_client) for score in found), default=0),
-        "undefined": list(dict.fromkeys(client for score in found for client in score.undefined)),
-        "diverged": [f"seed {score.seed}: client {client}" for score in found for client in score.diverged],
+        "weighted_mean": mean_of([score.weighted_mean for score in seed_scores]),
+        **{name: statistic(seed_scores, name) for name in STATISTICS},
+        "per_client": per_client(seed_scores),
+        "clients": min((len(score.defined) for score in seed_scores), default=0),
+        "clients_of": max((len(score.per_client) for score in seed_scores), default=0),
+        "undefined": list(dict.fromkeys(client for score in seed_scores for client in score.undefined)),
+        "diverged": [f"seed {score.seed}: client {client}" for score in seed_scores for client in score.diverged],
     }
 
 
 def statistic(scores: Iterable[SeedScore], name: str) -> float | None:
     """Return a field of :class:`~fedlightning.study.fairness.Spread`, averaged over seeds."""
     spreads: list[Spread | None] = [score.spread for score in scores]
-    return mean_of([None if found is None else getattr(found, name) for found in spreads])
+    return mean_of([None if spread is None else getattr(spread, name) for spread in spreads])
 
 
 def per_client(scores: Sequence[SeedScore]) -> dict[str, float | None]:
@@ -250,8 +258,8 @@ def local_and_pooled(
     both: dict[int, float | None] = {}
     for seed in local:
         if seed in pooled:
-            one, all_ = local[seed].mean, pooled[seed].mean
-            both[seed] = None if one is None or all_ is None else one + all_
+            own_mean, all_ = local[seed].mean, pooled[seed].mean
+            both[seed] = None if own_mean is None or all_ is None else own_mean + all_
     line: dict[str, Any] = {}
     for name, values in (
         (LOCAL, [score.mean for score in local.values()]),
@@ -280,8 +288,8 @@ def checkpoints(study: StudyData) -> Table:
     for method in study.methods:
         line: dict[str, Any] = {"method": method}
         for name, (model, checkpoint) in kinds.items():
-            found = study.find(method, model=model, checkpoint=checkpoint)
-            line |= study.estimate([score.mean for score in found.values()], study.metric).columns(name)
+            score_by_seed = study.find(method, model=model, checkpoint=checkpoint)
+            line |= study.estimate([score.mean for score in score_by_seed.values()], study.metric).columns(name)
         line |= study.estimate(_gains(study, method)).columns("selection")
         lines.append(line | {"deployed": chosen(study, method)[1], "n_seeds": len(study.seeds_of(method))})
     return lines
@@ -292,8 +300,8 @@ def _gains(study: StudyData, method: str) -> list[float | None]:
     model, checkpoint, _ = chosen(study, method)
     deployed, latest = study.deployed(method), study.find(method, model=model or PERSONAL, checkpoint="latest")
     pairs = [(deployed[seed].mean, latest[seed].mean) for seed in deployed if seed in latest]
-    known = [None if a is None or b is None else a - b for a, b in pairs]
-    return [] if checkpoint == "latest" else known
+    gains = [None if a is None or b is None else a - b for a, b in pairs]
+    return [] if checkpoint == "latest" else gains
 
 
 def measured(study: StudyData) -> Table:
@@ -302,13 +310,13 @@ def measured(study: StudyData) -> Table:
     Each metric (loss, accuracy, calibration error and so on) has its mean over seeds under its own name, with `NAME_ci95`
     and `NAME_radius`. They are `None` if a run did not measure it, or a model diverged.
     """
-    names = dict.fromkeys(name for found in study.finished.values() for name in found.metrics(study.split))
+    names = dict.fromkeys(name for scores in study.finished.values() for name in scores.metrics(study.split))
     lines = []
     for method in study.methods:
         line: dict[str, Any] = {"method": method}
         for name in names:
-            found = study.deployed(method, metric=name)
-            line |= study.estimate([score.mean for score in found.values()], name).columns(name)
+            score_by_seed = study.deployed(method, metric=name)
+            line |= study.estimate([score.mean for score in score_by_seed.values()], name).columns(name)
         line |= {"n_seeds": len(study.deployed(method)), "seeds": len(study.seeds)}
         lines.append(line | {"comparable": study.comparable(method)})
     return lines
@@ -340,31 +348,31 @@ def _unseen_line(study: StudyData, method: str) -> dict[str, Any] | None:
     held_out = [summary["held_out"] for summary in summaries if summary.get("held_out")]
     if not held_out:
         return None
-    own = _unseen_scores(study, method, "latest", "L1")
+    unseen = _unseen_scores(study, method, "latest", "L1")
     trained = study.deployed(method)
     gaps = [
-        None if own[seed].mean is None or trained[seed].mean is None else own[seed].mean - trained[seed].mean  # type: ignore[operator]
-        for seed in own
+        None if unseen[seed].mean is None or trained[seed].mean is None else unseen[seed].mean - trained[seed].mean  # type: ignore[operator]
+        for seed in unseen
         if seed in trained
     ]
-    found = {
-        "mean": [score.mean for score in own.values()],
+    means = {
+        "mean": [score.mean for score in unseen.values()],
         "global": [score.mean for score in _unseen_scores(study, method, "latest", "G").values()],
         "best_global": [score.mean for score in _unseen_scores(study, method, "best_global", "G").values()],
         "gap": gaps,
     }
     line: dict[str, Any] = {"method": method}
-    for name, values in found.items():
+    for name, values in means.items():
         line |= study.estimate(values, None if name == "gap" else study.metric).columns(name)
     return line | {
-        "worst": statistic(own.values(), "worst"),
-        "std": statistic(own.values(), "std"),
+        "worst": statistic(unseen.values(), "worst"),
+        "std": statistic(unseen.values(), "std"),
         "trained": mean_of([score.mean for score in trained.values()]) if trained else None,
-        "per_client": _unseen_per_client(list(own.values())),
-        "clients": [", ".join(one.get("clients", {})) for one in held_out],
-        "n_seeds": sum(score.mean is not None for score in own.values()),
+        "per_client": _unseen_per_client(list(unseen.values())),
+        "clients": [", ".join(site_group.get("clients", {})) for site_group in held_out],
+        "n_seeds": sum(score.mean is not None for score in unseen.values()),
         "seeds": len(study.seeds),
-        "refused": next((one["refused"] for one in held_out if one.get("refused")), None),
+        "refused": next((site_group["refused"] for site_group in held_out if site_group.get("refused")), None),
     }
 
 

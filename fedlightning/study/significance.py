@@ -116,23 +116,23 @@ def resampled_difference(
         >>> round(found.centre, 3), round(found.radius, 3), round(p, 3)
         (0.05, 0.033, 0.023)
     """
-    found, p = paired_difference(a, b, confidence)
-    wide = widened(found, test_share)
-    if found.radius == 0:
+    narrow, p = paired_difference(a, b, confidence)
+    wide = widened(narrow, test_share)
+    if narrow.radius == 0:
         return wide, p
-    t = abs(found.centre) / (wide.radius / _quantile(confidence, found.n - 1))
-    return wide, 2 * float(_stats().t.sf(t, found.n - 1))
+    t = abs(narrow.centre) / (wide.radius / _quantile(confidence, narrow.n - 1))
+    return wide, 2 * float(_stats().t.sf(t, narrow.n - 1))
 
 
-def widened(found: Interval, test_share: float) -> Interval:
+def widened(interval: Interval, test_share: float) -> Interval:
     """Return a t interval over runs on overlapping random splits; see :func:`resampled_difference`.
 
     Example:
         >>> round(widened(mean_interval([0.80, 0.82, 0.81]), test_share=0.25).radius, 4)
         0.0329
     """
-    radius = math.sqrt(1 + found.n * test_share) * found.radius
-    return Interval(found.centre, found.centre - radius, found.centre + radius, found.n, "resampled t")
+    radius = math.sqrt(1 + interval.n * test_share) * interval.radius
+    return Interval(interval.centre, interval.centre - radius, interval.centre + radius, interval.n, "resampled t")
 
 
 def crossed_difference(

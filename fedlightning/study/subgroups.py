@@ -40,9 +40,9 @@ def check_subgroups(data: FederatedDataModule, subgroups: Iterable[str]) -> None
         ValueError: With the column.
     """
     for subgroup in subgroups:
-        found = {value for client in data.client_ids for value in values_of(data, client, subgroup) if value}
-        if len(found) > MOST:
+        values = {value for client in data.client_ids for value in values_of(data, client, subgroup) if value}
+        if len(values) > MOST:
             raise ValueError(
-                f"Subgroup {subgroup!r} has {len(found)} different values; at most {MOST} make subgroups. Cut numbers in "
+                f"Subgroup {subgroup!r} has {len(values)} different values; at most {MOST} make subgroups. Cut numbers in "
                 f"two, as in '{subgroup}>=65'."
             )

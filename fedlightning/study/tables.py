@@ -111,7 +111,7 @@ def _rows(run: Run, file: str, make: Callable[[dict[str, str], Run], R], faults:
     if run.path is None or not (run.path / file).exists():
         return []
     path = run.path / file
-    found: dict[tuple[int, str, str], R] = {}
+    row_by_key: dict[tuple[int, str, str], R] = {}
     try:
         for number, line in _lines(path):
             try:
@@ -119,15 +119,15 @@ def _rows(run: Run, file: str, make: Callable[[dict[str, str], Run], R], faults:
             except ValueError as error:
                 raise UnreadableError(f"its row {number} is none of such a file: {error}") from None
             key = (row.round, row.client, row.cluster)
-            if key in found:
+            if key in row_by_key:
                 raise UnreadableError(
                     f"row {number} gives {row.cluster} of client {row.client} in round {row.round} again"
                 )
-            found[key] = row
+            row_by_key[key] = row
     except (OSError, ValueError, csv.Error) as error:
         faults[file] = f"{path} is damaged: {error}. It is in no table or picture; restore it, or run the method again."
         return []
-    return list(found.values())
+    return list(row_by_key.values())
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
@@ -161,7 +161,7 @@ def _entry(line: dict[str, str], run: Run) -> Entry:
     least = min(paid, refunded, rewarded)
     if least < 0:
         raise ValueError(f"an amount of {least:g} tokens")
-    given, error = (None if line[name] == "" else _number(line, name) for name in ("contribution", "error"))
+    contribution, error = (None if line[name] == "" else _number(line, name) for name in ("contribution", "error"))
     return Entry(
         _round(line, run),
         line["cluster"],
@@ -169,7 +169,7 @@ def _entry(line: dict[str, str], run: Run) -> Entry:
         paid,
         refunded,
         rewarded,
-        contribution=given,
+        contribution=contribution,
         error=error,
     )
 

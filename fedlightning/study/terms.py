@@ -23,22 +23,22 @@ def terms(study: StudyData) -> Table:
 
 def _of(study: StudyData, method: str) -> list[Mapping[str, Any]]:
     runs = [study.finished[method, seed].run for seed in study.seeds_of(method)]
-    return [found for run in runs if isinstance(found := run.summary.get("terms"), Mapping)]
+    return [run_terms for run in runs if isinstance(run_terms := run.summary.get("terms"), Mapping)]
 
 
-def _terms(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    first = found[0] if found else {}
+def _terms(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first = runs[0] if runs else {}
     selection = first.get("selection") or {}
     return {
         **{name: first.get(name) for name in ("optimizer_state", "optimizer_memory", "weighting")},
-        **{name: _mean(found, name) for name in ("local_steps", "own_steps", "fine_tuning_steps", "selections")},
-        "candidates": max(selection.values(), default=0) if found else None,
+        **{name: _mean(runs, name) for name in ("local_steps", "own_steps", "fine_tuning_steps", "selections")},
+        "candidates": max(selection.values(), default=0) if runs else None,
     }
 
 
-def _mean(found: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    known = [float(one[name]) for one in found if one.get(name) is not None]
-    return sum(known) / len(known) if known else None
+def _mean(runs: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    numbers = [float(run[name]) for run in runs if run.get(name) is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def unequal(study: StudyData) -> Iterator[str]:
@@ -58,17 +58,17 @@ def unequal(study: StudyData) -> Iterator[str]:
     ):
         spent = {line["method"]: line[name] for line in lines if line[name]}
         if spent and len(set(spent.values())) + (len(spent) < len(lines)) > 1:
-            told = "; ".join(f"{method} {what.format(f'{count:,.0f}')}" for method, count in spent.items())
-            yield f"{NOT_EQUAL}: {told}{f'; the others {other}' if len(spent) < len(lines) else ''}."
+            clauses = "; ".join(f"{method} {what.format(f'{count:,.0f}')}" for method, count in spent.items())
+            yield f"{NOT_EQUAL}: {clauses}{f'; the others {other}' if len(spent) < len(lines) else ''}."
     groups = _groups({line["method"]: line["candidates"] for line in lines})
     if len(groups) > 1:
-        told = "; ".join(
+        clauses = "; ".join(
             f"the last model of {_listed(names)}"
             if not count
             else f"the best of {count} on validation data of {_listed(names)}"
             for count, names in groups.items()
         )
-        yield f"{NOT_EQUAL}: deployed is {told}. Give all methods the same checkpoints, or compare --checkpoint latest."
+        yield f"{NOT_EQUAL}: deployed is {clauses}. Give all methods the same checkpoints, or compare --checkpoint latest."
 
 
 def optimizer_states(states: Mapping[str, str | None], matters: bool = True) -> Iterator[str]:
@@ -80,19 +80,19 @@ def optimizer_states(states: Mapping[str, str | None], matters: bool = True) -> 
     """
     groups = {state: names for state, names in _groups(states).items() if state in WORDS}
     if matters and len(groups) > 1:
-        told = ", ".join(f"{_listed(names)} {WORDS[str(state)][len(names) > 1]}" for state, names in groups.items())
+        clauses = ", ".join(f"{_listed(names)} {WORDS[str(state)][len(names) > 1]}" for state, names in groups.items())
         yield (
-            f"{NOT_EQUAL}: {told}; with momentum, Adam or a schedule and short visits this alone can decide which is "
+            f"{NOT_EQUAL}: {clauses}; with momentum, Adam or a schedule and short visits this alone can decide which is "
             f"better. {REMEDY}."
         )
 
 
-def weightings(found: Mapping[str, str | None]) -> Iterator[str]:
+def weightings(weighting_by_method: Mapping[str, str | None]) -> Iterator[str]:
     """Give a sentence if methods that average weight the clients differently."""
-    groups = _groups({method: weighting for method, weighting in found.items() if weighting is not None})
+    groups = _groups({method: weighting for method, weighting in weighting_by_method.items() if weighting is not None})
     if len(groups) > 1:
-        told = "; ".join(f"{_weighting(str(weighting))} in {_listed(names)}" for weighting, names in groups.items())
-        yield f"{NOT_EQUAL}: clients weigh {told}. Where a method has the option weighting, set the same on all."
+        clauses = "; ".join(f"{_weighting(str(weighting))} in {_listed(names)}" for weighting, names in groups.items())
+        yield f"{NOT_EQUAL}: clients weigh {clauses}. Where a method has the option weighting, set the same on all."
 
 
 def _weighting(name: str) -> str:

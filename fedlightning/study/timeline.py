@@ -25,7 +25,9 @@ def timeline(study: StudyData) -> Table:
         runs = [study.finished[method, seed].run for seed in study.seeds_of(method)]
         each = [measures(run, rows) for run in runs if (rows := trips_of(run)) and steps_of(run)]
         if each:
-            line: dict[str, Any] = {"method": method} | {name: mean_of([one[name] for one in each]) for name in each[0]}
+            line: dict[str, Any] = {"method": method} | {
+                name: mean_of([measured[name] for measured in each]) for name in each[0]
+            }
             lines.append(line | {"n_seeds": len(each), "seeds": len(study.seeds)})
     return lines
 

@@ -37,18 +37,18 @@ def tokens(study: StudyData) -> Table:
     gains = {(line["method"], line["client"]): line for line in appeal(study)}
     lines = []
     for method in study.methods:
-        found = by_seed(study, method)
-        runs = [study.finished[method, seed].run for seed in found]
+        entries_by_seed = by_seed(study, method)
+        runs = [study.finished[method, seed].run for seed in entries_by_seed]
         clients = dict.fromkeys(client for run in runs for client in run.clients)
-        clients |= dict.fromkeys(entry.client for entries in found.values() for entry in entries)
+        clients |= dict.fromkeys(entry.client for entries in entries_by_seed.values() for entry in entries)
         for client in clients:
-            each = [_account([entry for entry in of if entry.client == client]) for of in found.values()]
+            each = [_account([entry for entry in of if entry.client == client]) for of in entries_by_seed.values()]
             gain = gains.get((method, client), {})
             lines.append(
                 {"method": method, "client": client}
-                | {name: mean_of([one[name] for one in each]) for name in _TOKENS}
+                | {name: mean_of([account[name] for account in each]) for name in _TOKENS}
                 | _contribution(each)
-                | {"pma": gain.get("pma"), "pma_seeds": gain.get("n_seeds", 0), "n_seeds": len(found)}
+                | {"pma": gain.get("pma"), "pma_seeds": gain.get("n_seeds", 0), "n_seeds": len(entries_by_seed)}
             )
     return lines
 
@@ -68,32 +68,32 @@ def ledgers(study: StudyData) -> Table:
     by_client = tokens(study)
     lines = []
     for method in study.methods:
-        found = by_seed(study, method)
-        if not found:
+        entries_by_seed = by_seed(study, method)
+        if not entries_by_seed:
             continue
-        accounts = [_account(entries) for entries in found.values()]
+        accounts = [_account(entries) for entries in entries_by_seed.values()]
         rows = [row for row in by_client if row["method"] == method]
         gains = [row["pma"] for row in rows if row["pma"] is not None]
-        gap = max(missing(entries) for entries in found.values())
+        gap = max(missing(entries) for entries in entries_by_seed.values())
         line: dict[str, Any] = {"method": method}
-        line |= {name: mean_of([one[name] for one in accounts]) for name in ("paid", "refunded", "rewarded")}
+        line |= {name: mean_of([account[name] for account in accounts]) for name in ("paid", "refunded", "rewarded")}
         line |= {"missing": gap, "conserved": gap <= CONSERVED, "clients": len(rows)}
         line |= {"earners": sum(row["balance"] > CONSERVED for row in rows)}
         line |= {"gainers": sum(gain > 0 for gain in gains) if gains else None, "compared": len(gains)}
-        for name, one, other in (
+        for name, first, other in (
             ("contribution_gain", "contribution", "pma"),
             ("contribution_balance", "contribution", "balance"),
             ("balance_gain", "balance", "pma"),
         ):
-            line[name] = _rank_correlation([(row[one], row[other]) for row in rows])
-        lines.append(line | {"n_seeds": len(found), "seeds": len(study.seeds)})
+            line[name] = _rank_correlation([(row[first], row[other]) for row in rows])
+        lines.append(line | {"n_seeds": len(entries_by_seed), "seeds": len(study.seeds)})
     return lines
 
 
 def by_seed(study: StudyData, method: str) -> dict[int, Sequence[Entry]]:
     """Return by seed the entries of a method; seeds without a readable `ledger.csv` are left out."""
-    found = {seed: study.tables[method, seed].entries for seed in study.seeds_of(method)}
-    return {seed: entries for seed, entries in found.items() if entries}
+    entries_by_seed = {seed: study.tables[method, seed].entries for seed in study.seeds_of(method)}
+    return {seed: entries for seed, entries in entries_by_seed.items() if entries}
 
 
 def balances(entries: Sequence[Entry], clients: Iterable[str]) -> dict[str, list[float]]:
@@ -131,9 +131,9 @@ def _account(entries: Sequence[Entry]) -> dict[str, float | None]:
     paid, refunded, rewarded = (
         math.fsum(getattr(entry, name) for entry in entries) for name in ("paid", "refunded", "rewarded")
     )
-    known = [(entry.contribution, entry.error or 0.0) for entry in entries if entry.contribution is not None]
-    values, errors = [value for value, _ in known], [error for _, error in known]
-    count = len(known)
+    contributions = [(entry.contribution, entry.error or 0.0) for entry in entries if entry.contribution is not None]
+    values, errors = [value for value, _ in contributions], [error for _, error in contributions]
+    count = len(contributions)
     return {
         "paid": paid,
         "refunded": refunded,
@@ -148,10 +148,10 @@ def _account(entries: Sequence[Entry]) -> dict[str, float | None]:
 
 def _contribution(each: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
     """Return the mean contribution over the seeds that have one, with both of its errors."""
-    known = [one for one in each if one["contribution"] is not None]
-    errors = {name: [one[name] for one in known] for name in ("contribution_se", "sampling_error")}
+    measured = [account for account in each if account["contribution"] is not None]
+    errors = {name: [account[name] for account in measured] for name in ("contribution_se", "sampling_error")}
     return {
-        "contribution": mean_of([one["contribution"] for one in known]),
+        "contribution": mean_of([account["contribution"] for account in measured]),
         **{
             name: math.hypot(*(v or 0.0 for v in values)) / len(values) if values and None not in values else None
             for name, values in errors.items()
@@ -161,9 +161,9 @@ def _contribution(each: Sequence[dict[str, float | None]]) -> dict[str, float | 
 
 def _rank_correlation(pairs: Iterable[tuple[float | None, float | None]]) -> float | None:
     # Scores are numbers of single precision: what differs by rounding is a tie.
-    known = [(round(one, 6), round(other, 6)) for one, other in pairs if one is not None and other is not None]
-    if len(known) < FEW or any(len(set(side)) < 2 for side in zip(*known, strict=True)):
+    rounded = [(round(x, 6), round(y, 6)) for x, y in pairs if x is not None and y is not None]
+    if len(rounded) < FEW or any(len(set(side)) < 2 for side in zip(*rounded, strict=True)):
         return None
     from scipy.stats import spearmanr
 
-    return float(spearmanr(*zip(*known, strict=True)).statistic)
+    return float(spearmanr(*zip(*rounded, strict=True)).statistic)

@@ -101,7 +101,7 @@ class WeightedMean:
         if not self._like:
             self._whole = whole.to(torch.float64, copy=True).mul_(weight)
             sums = self._whole.split([value.numel() for value in values])
-            self._sums = {name: own.view(part[name].shape) for name, own in zip(part, sums, strict=True)}
+            self._sums = {name: total.view(part[name].shape) for name, total in zip(part, sums, strict=True)}
             self._like = {name: _first(value) for name, value in part.items()}
             self._shapes = {name: value.shape for name, value in part.items()}
             self._totals, self._identical = dict.fromkeys(part, weight), dict.fromkeys(part, True)

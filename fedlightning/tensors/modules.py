@@ -167,34 +167,34 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         >>> layer.bias.item()
         3.0
     """
-    own = module_state(module)
+    entries = module_state(module)
     with torch.no_grad():
         for name, value in state.items():
-            if name not in own:
+            if name not in entries:
                 raise ValueError(
                     f"State entry '{name}' is not in {type(module).__name__}. Send only names that it has."
                 )
-            if own[name].shape != value.shape:
+            if entries[name].shape != value.shape:
                 raise ValueError(
                     f"State entry '{name}' has shape {tuple(value.shape)}, but {type(module).__name__} holds "
-                    f"{tuple(own[name].shape)}. Both sides must build the same model."
+                    f"{tuple(entries[name].shape)}. Both sides must build the same model."
                 )
-            own[name].copy_(value)
+            entries[name].copy_(value)
     if keeps_vectors(state):
-        settle(module, own)
+        settle(module, entries)
 
 
 def state_digest(state: State) -> str:
     """Return a hash of named tensors: of names, shapes, dtypes and bits."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, value in state.items():
-        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         flat = value.detach().cpu().contiguous().reshape(-1)
         for piece in flat.split(2**20) if flat.numel() else ():
-            found.update(
+            digest.update(
                 piece.clone().view(torch.uint8).numpy().data
             )  # numpy asks to write: a lazy clone would be no more
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def optimizers_in(value: Any) -> list[Optimizer]:

@@ -55,9 +55,9 @@ def levelled(values: Tensor) -> Tensor:
     apart = flat.diff() > CLOSE * float(finite.abs().max())
     level = torch.cat([torch.zeros(1, dtype=torch.int64), apart.cumsum(0)])
     starts = torch.cat([torch.tensor([True]), apart]).nonzero().flatten()
-    found = torch.empty_like(flat)
-    found[order] = torch.where(flat.isfinite(), flat[starts[level]], flat)
-    return found.view(values.shape)
+    equal = torch.empty_like(flat)
+    equal[order] = torch.where(flat.isfinite(), flat[starts[level]], flat)
+    return equal.view(values.shape)
 
 
 def representatives(rows: Tensor) -> list[int]:
@@ -68,11 +68,11 @@ def representatives(rows: Tensor) -> list[int]:
         [0, 1, 0]
     """
     close = CLOSE * float(rows.norm(dim=1).max()) if len(rows) else 0.0
-    found: list[int] = []
+    firsts: list[int] = []
     for place, row in enumerate(rows):
-        same = (first for first in dict.fromkeys(found) if float((row - rows[first]).norm()) <= close)
-        found.append(next(same, place))
-    return found
+        same = (first for first in dict.fromkeys(firsts) if float((row - rows[first]).norm()) <= close)
+        firsts.append(next(same, place))
+    return firsts
 
 
 def better_than_rounding(value: float, best: float) -> bool:

@@ -67,22 +67,22 @@ class PlainRuns:
     def __call__(
         self,
         algorithm: FederatedCallback | None,
-        given: dict[str, Any],
+        options: dict[str, Any],
         *,
         sizes: Sequence[int] = SIZES,
         written: bool = False,
     ) -> PlainRun:
         """Return a finished run of a copy of the algorithm, which nobody may change."""
-        made = "" if algorithm is None else repr(as_lists(vars(algorithm)))
-        key = type(algorithm), made, repr(sorted(given.items())), tuple(sizes), written
+        written_out = "" if algorithm is None else repr(as_lists(vars(algorithm)))
+        key = type(algorithm), written_out, repr(sorted(options.items())), tuple(sizes), written
         if key not in self._found:
             used = copy.deepcopy(algorithm)
             with tempfile.TemporaryDirectory() as folder, watching() as visits:
-                trainer = federate(used, ToyData(sizes), Path(folder) if written else None, **given)
+                trainer = federate(used, ToyData(sizes), Path(folder) if written else None, **options)
             run = PlainRun(trainer, visits, used)
             if " at 0x" in key[1] + key[2]:  # what is told by its address may be another thing another time
                 return run
-            for_all = {known: found for known, found in self._found.items() if found.algorithm is None}
+            for_all = {old_key: old_run for old_key, old_run in self._found.items() if old_run.algorithm is None}
             self._found = for_all | dict([*self._found.items()][-1:]) | {key: run}
         return self._found[key]
 
@@ -90,7 +90,7 @@ class PlainRuns:
 plain_run = PlainRuns()
 
 
-def check_arguments(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_arguments(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that every `__init__` argument is an attribute of the same name, so that the callback can be made again."""
     again = type(algorithm)(**algorithm.hyperparameters())
     assert as_lists(again.hyperparameters()) == as_lists(algorithm.hyperparameters()), (
@@ -98,24 +98,24 @@ def check_arguments(algorithm: FederatedCallback, root: Path, **given: Any) -> N
     )
 
 
-def check_copies(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_copies(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that deep copies and pickling give an equal callback."""
     for again in (copy.deepcopy(algorithm), pickle.loads(pickle.dumps(algorithm))):
         assert as_lists(vars(again)) == as_lists(vars(algorithm)), f"A copy of {algorithm.key} differs from it."
 
 
-def check_unchanged_by_a_run(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_unchanged_by_a_run(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that a run does not change the callback: what it keeps between rounds is in the state of server and client."""
-    used = plain_run(algorithm, given | {"evaluation": 2}).algorithm
+    used = plain_run(algorithm, options | {"evaluation": 2}).algorithm
     before, after = as_lists(vars(algorithm)), as_lists(vars(used))
     assert after == before, (
         f"{algorithm.key} was changed by a run: {before} -> {after}. Keep state in server.state and client.state."
     )
 
 
-def check_trains(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_trains(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that some client's deployed model differs from its initial one, with the defaults of the algorithm."""
-    server = server_of(trainer := plain_run(algorithm, given | {"evaluation": 0}).trainer)
+    server = server_of(trainer := plain_run(algorithm, options | {"evaluation": 0}).trainer)
     start = module_state(server.blueprint.build("server"))
     moved = any(  # a frozen weight moves where a method merges what was trained into it
         not torch.equal(value, start[name])
@@ -126,30 +126,30 @@ def check_trains(algorithm: FederatedCallback, root: Path, **given: Any) -> None
     assert moved, f"{algorithm.key} with its defaults trains nothing."
 
 
-def check_same_seed_same_result(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_same_seed_same_result(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that two runs with one seed are the same, bit for bit."""
-    first = plain_run(algorithm, given | {"evaluation": 2}).trainer
-    second = federate(algorithm, ToyData(), root, **given, evaluation=2)
+    first = plain_run(algorithm, options | {"evaluation": 2}).trainer
+    second = federate(algorithm, ToyData(), root, **options, evaluation=2)
     assert_same(first, second, f"Two runs of {algorithm.key} with the same seed differ")
 
 
-def check_order_of_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_order_of_clients(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that the order in which clients are listed changes nothing."""
     names = ToyData().names
-    first = plain_run(algorithm, given | {"evaluation": 0}).trainer
-    second = federate(algorithm, ToyData(listed=names[::-1]), None, **given)
+    first = plain_run(algorithm, options | {"evaluation": 0}).trainer
+    second = federate(algorithm, ToyData(listed=names[::-1]), None, **options)
     assert_same(first, second, f"{algorithm.key} depends on the order in which clients are listed")
 
 
-def check_evaluation_changes_nothing(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_evaluation_changes_nothing(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that a run that evaluates trains the same models as one that never does."""
-    first, second = (plain_run(algorithm, given | {"evaluation": every}).trainer for every in (2, 0))
+    first, second = (plain_run(algorithm, options | {"evaluation": every}).trainer for every in (2, 0))
     assert_same(first, second, f"Evaluation changes what {algorithm.key} trains", rows=False)
 
 
-def check_resume(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_resume(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that a run that is interrupted after a round and resumed equals an uninterrupted one, bit for bit."""
-    settings = _PARTIAL | given
+    settings = _PARTIAL | options
     whole = plain_run(algorithm, settings).trainer
     settings |= {"save_state": 1}
     with suppress(Stopped):
@@ -158,9 +158,9 @@ def check_resume(algorithm: FederatedCallback, root: Path, **given: Any) -> None
     assert_same(whole, resumed, f"{algorithm.key} resumed after two rounds differs from an uninterrupted run")
 
 
-def check_absent_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_absent_clients(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that the personal part and the state of a client do not change while it does not take part."""
-    trainer, visits, _ = plain_run(algorithm, _PARTIAL | given)
+    trainer, visits, _ = plain_run(algorithm, _PARTIAL | options)
     server = server_of(trainer)
     last_seen = {client: record for client, record in visits.records.items() if client in server.clients}
     for client, record in last_seen.items():
@@ -171,9 +171,9 @@ def check_absent_clients(algorithm: FederatedCallback, root: Path, **given: Any)
             )
 
 
-def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_wire(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that clients send what may leave, was asked for and is not private, bytes are counted, and `keeps` is set."""
-    trainer, visits, _ = plain_run(algorithm, _FOUR | given | _FULL, written=True)
+    trainer, visits, _ = plain_run(algorithm, _FOUR | options | _FULL, written=True)
     server, changes = server_of(trainer), changes_of(algorithm)
     both_ways = not changes & {Change.ONE_WAY, Change.PARTS, "neighbours"}
     assert server.costs.bytes_up == sum(update.num_bytes for _, update, _ in visits.all), (
@@ -225,9 +225,9 @@ def _trained(server: Server, record: ClientRecord) -> State:
     return {name: value for name, value in record.personal.items() if server.kinds.get(name) == "trainable"}
 
 
-def check_every_kind_of_entry(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_every_kind_of_entry(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that variances stay positive, frozen and integer entries stay the same, and tied parameters stay tied."""
-    trainer = plain_run(algorithm, _FOUR | given | _FULL, written=True).trainer
+    trainer = plain_run(algorithm, _FOUR | options | _FULL, written=True).trainer
     server = server_of(trainer)
     for label, module in deployed(trainer):
         state = module_state(module)
@@ -245,22 +245,22 @@ def check_every_kind_of_entry(algorithm: FederatedCallback, root: Path, **given:
             assert torch.equal(state["again.weight"], state["middle.weight"]), f"{where}: tied weights came apart."
 
 
-def check_small_and_empty_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_small_and_empty_clients(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that clients with one sample or none do not stop a round, whatever they are called, and models stay finite."""
     names = ("_a", "Süd², $\\x$", "10", "a/b")  # files and figures take some of these for something else
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        settings = _TWO | given | {"evaluation": 2}
+        settings = _TWO | options | {"evaluation": 2}
         trainer = federate(algorithm, ToyData(sizes=(12, 1, 0, 9), names=names), root, **settings)
     for label, module in deployed(trainer):
         assert first_nonfinite(module_state(module)) is None, f"{algorithm.key}, {label}: not finite."
 
 
-def check_nan_client(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_nan_client(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that a client whose loss is NaN is left out with a warning, and that all other models stay finite."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = federate(algorithm, ToyData(nan="site1"), None, **_TWO | given)
+        trainer = federate(algorithm, ToyData(nan="site1"), None, **_TWO | options)
     assert any("site1" in str(warning.message) for warning in caught), f"{algorithm.key}: no word about the NaN client."
     for label, module in deployed(trainer):
         if "site1" not in label:
@@ -268,15 +268,15 @@ def check_nan_client(algorithm: FederatedCallback, root: Path, **given: Any) -> 
             assert bad is None, f"{algorithm.key}, {label}: poisoned by another client's NaN at '{bad}'."
     if any(failure["client"] == "site1" and failure["round"] == 1 for failure in server_of(trainer).failures):
         with suppress(TooFewClientsError):
-            settings = given | {"max_rounds": 1, "failures": FailurePolicy(min_clients=4)}
+            settings = options | {"max_rounds": 1, "failures": FailurePolicy(min_clients=4)}
             federate(copy.deepcopy(algorithm), ToyData(nan="site1"), None, **settings)
             raise AssertionError(f"{algorithm.key}: 'site1' failed, and min_clients=4 counts 4 of 4 clients.")
 
 
-def check_mixed_precision(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_mixed_precision(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that parameters stay fp32 and finite in bf16-mixed with clipping and accumulation."""
     mixed = {"precision": "bf16-mixed", "gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
-    trainer = federate(algorithm, ToyData(), None, **_TWO | given | mixed)
+    trainer = federate(algorithm, ToyData(), None, **_TWO | options | mixed)
     for label, module in deployed(trainer):
         state = module_state(module)
         assert first_nonfinite(state) is None, f"{algorithm.key}, {label}: not finite."
@@ -285,9 +285,9 @@ def check_mixed_precision(algorithm: FederatedCallback, root: Path, **given: Any
         assert not wrong, f"{algorithm.key}, {label}: '{wrong[0]}' is no longer fp32."
 
 
-def check_identical_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_identical_clients(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that clients with the same data in the same order stay equal, up to rounding."""
-    trainer = federate(algorithm, ToyData(sizes=(10, 10, 10), identical=True), None, **_TWO | given)
+    trainer = federate(algorithm, ToyData(sizes=(10, 10, 10), identical=True), None, **_TWO | options)
     server = server_of(trainer)
     first, *others = [module_state(trainer.client(client).module) for client in server.clients]
     for other in others:
@@ -302,12 +302,12 @@ def check_identical_clients(algorithm: FederatedCallback, root: Path, **given: A
                 )
 
 
-def check_unseen_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_unseen_clients(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that a client which is held out is never visited, changes nothing for the others, and is scored.
 
     A method that has no model for it says so in `facts.newcomers.no_model`, and gives it no scores.
     """
-    again, settings = copy.deepcopy(algorithm), {"max_rounds": 2} | given | {"evaluation": 2}
+    again, settings = copy.deepcopy(algorithm), {"max_rounds": 2} | options | {"evaluation": 2}
     with watching() as visits, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = federate(algorithm, ToyData(), None, **settings, held_out=["site3"])
@@ -327,10 +327,10 @@ def check_unseen_clients(algorithm: FederatedCallback, root: Path, **given: Any)
     assert all(math.isfinite(row.value) for row in unseen), f"{algorithm.key}: an unseen client's score is not finite."
 
 
-def check_joining_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_joining_clients(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that a resumed run trains a client that joins, or that the algorithm says in a sentence why it does not."""
-    again, settings = copy.deepcopy(algorithm), given | {"save_state": 1}
-    longer = 8 if "loop" in given else 3  # a loop with visits on the way finishes those first
+    again, settings = copy.deepcopy(algorithm), options | {"save_state": 1}
+    longer = 8 if "loop" in options else 3  # a loop with visits on the way finishes those first
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         federate(algorithm, ToyData(sizes=SIZES[:3]), root, **settings | {"max_rounds": 2})
@@ -342,8 +342,8 @@ def check_joining_clients(algorithm: FederatedCallback, root: Path, **given: Any
                 f"{again.key} breaks when clients join: {error}"
             )
             return
-    known = {"site0", "site1", "site2"}  # an algorithm that trains on pooled data visits none of them
-    assert "site3" in visits.records or not known & set(visits.records), (
+    old_clients = {"site0", "site1", "site2"}  # an algorithm that trains on pooled data visits none of them
+    assert "site3" in visits.records or not old_clients & set(visits.records), (
         f"{again.key}: a client that has joined was not visited."
     )
     assert not server_of(trainer).failures, f"{again.key}: {server_of(trainer).failures[0]['reason']}"
@@ -353,16 +353,16 @@ def check_joining_clients(algorithm: FederatedCallback, root: Path, **given: Any
         )
 
 
-def check_one_client(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+def check_one_client(algorithm: FederatedCallback, root: Path, **options: Any) -> None:
     """Check that with one client the deployed model is that of plain training (for the neutral form of the algorithm)."""
-    alone = plain_run(None, given, sizes=SIZES[:1]).trainer
-    trainer = federate(algorithm, ToyData(sizes=SIZES[:1]), None, **given)
-    plain, own = (module_state(t.client("site0").module) for t in (alone, trainer))
-    shared = [name for name in plain if name in own and own[name].shape == plain[name].shape]
+    alone = plain_run(None, options, sizes=SIZES[:1]).trainer
+    trainer = federate(algorithm, ToyData(sizes=SIZES[:1]), None, **options)
+    plain, trained = (module_state(t.client("site0").module) for t in (alone, trainer))
+    shared = [name for name in plain if name in trained and trained[name].shape == plain[name].shape]
     assert shared, f"{algorithm.key}: no entry of the module is left to compare."
     for name in shared:
         torch.testing.assert_close(
-            own[name], plain[name], atol=1e-6, rtol=1e-5,
+            trained[name], plain[name], atol=1e-6, rtol=1e-5,
             msg=f"{algorithm.key}: with one client '{name}' is not what plain training gives.",
         )  # fmt: skip
 

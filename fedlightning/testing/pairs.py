@@ -33,12 +33,14 @@ def check_pair(first: FederatedCallback, second: FederatedCallback, **arguments:
     """
     names = f"{first.key} and {second.key}"
     results = [_run(pair, names, **arguments) for pair in ((first, second), (second, first))]
-    (one, sentence), (other, _) = results
-    assert (one is None) == (other is None), f"{names} are refused in one order only: {sentence or results[1][1]}"
-    if one is None or other is None:
+    (first_models, sentence), (second_models, _) = results
+    assert (first_models is None) == (second_models is None), (
+        f"{names} are refused in one order only: {sentence or results[1][1]}"
+    )
+    if first_models is None or second_models is None:
         return sentence
-    for what, value in one.items():
-        apart = difference(value, other[what])
+    for what, value in first_models.items():
+        apart = difference(value, second_models[what])
         assert apart <= TOLERANCE, (
             f"The order of {names} in the list changes {what} by {apart:.2g}. Give one of them a rank, let each act where "
             "the order does not matter, or refuse the pair."
@@ -58,7 +60,7 @@ def check_both_act(
         >>> from fedlightning.callbacks import FedProx, FedPer
         >>> check_both_act(FedProx(mu=1.0), FedPer())
     """
-    known: dict[Any, Any] = {} if runs is None else runs
+    outcomes: dict[Any, Any] = {} if runs is None else runs
     idle, plain = [(first, second), (second, first)], FederatedCallback()
     plain.weighting = weighting = next((it.weighting for it in (first, second) if isinstance(it.weighting, str)), None)
     lengths: tuple[dict[str, Any], ...] = ({}, {"sizes": (12, 7, 10, 15), "max_rounds": 5})
@@ -66,20 +68,20 @@ def check_both_act(
 
         def alone(*callbacks: FederatedCallback, length: dict[str, Any] = length) -> dict[str, Any] | None:
             place = (str(weighting), str(length), *map(type, callbacks))
-            if place not in known:
-                known[place] = _run((*callbacks, plain), callbacks[0].key if callbacks else "", **arguments, **length)[
-                    0
-                ]
-            return known[place]
+            if place not in outcomes:
+                outcomes[place] = _run(
+                    (*callbacks, plain), callbacks[0].key if callbacks else "", **arguments, **length
+                )[0]
+            return outcomes[place]
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             both, _ = _run((first, second), f"{first.key} and {second.key}", **arguments, **length)
-        said = " ".join(str(warning.message) for warning in caught)
+        warnings_text = " ".join(str(warning.message) for warning in caught)
         idle = [
             (callback, other)
             for callback, other in idle
-            if callback.key not in said and _alike(both, alone(other)) and not _alike(alone(callback), alone())
+            if callback.key not in warnings_text and _alike(both, alone(other)) and not _alike(alone(callback), alone())
         ]
         if not idle:
             return
@@ -88,10 +90,10 @@ def check_both_act(
     )
 
 
-def _alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
+def _alike(models: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
     """Return whether two runs leave the same models, bit for bit; a run that was refused leaves none."""
     places = ("the server's models", "the deployed models")
-    return one is not None and other is not None and all(difference(one[at], other[at]) == 0.0 for at in places)
+    return models is not None and other is not None and all(difference(models[at], other[at]) == 0.0 for at in places)
 
 
 def _run(

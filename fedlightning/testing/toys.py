@@ -150,8 +150,8 @@ class ToyData(FederatedDataModule):
 
     def class_counts(self, client: str, split: str = "train") -> list[int] | None:
         """Return the number of samples of each class, or `None` if there is no such split."""
-        held = self.data.get((client, split))
-        return None if held is None else torch.bincount(held.tensors[1], minlength=CLASSES).tolist()
+        samples = self.data.get((client, split))
+        return None if samples is None else torch.bincount(samples.tensors[1], minlength=CLASSES).tolist()
 
     def _loader(self, dataset: TensorDataset, client: str, split: str) -> DataLoader[Any]:
         sampler = AddressedSampler(len(dataset), client, shuffle=split == "train" and not self.identical)
@@ -176,10 +176,10 @@ def federate(
         module = ToyModule(full=full, lr=lr)
     if batch_size is not None and isinstance(data, ToyData):
         data.batch_size = batch_size
-    own: list[Callback] = [] if algorithm is None else [algorithm]
+    callbacks: list[Callback] = [] if algorithm is None else [algorithm]
     defaults: dict[str, Any] = {"max_rounds": 3, "evaluation": 0, "save_state": 0, "local_steps": 3}
     trainer = FederatedTrainer(
-        callbacks=[*own, *others],
+        callbacks=[*callbacks, *others],
         default_root_dir=root or "unused",
         logger=False,
         enable_progress_bar=False,

@@ -96,22 +96,22 @@ def swift_weights(graph: nx.Graph) -> Tensor:
         >>> [round(w, 4) for w in swift_weights(nx.star_graph(5))[:2].diagonal().tolist()]
         [0.1667, 0.8333]
     """
-    given: dict[frozenset[str], Fraction] = {}
+    weight_of: dict[frozenset[str], Fraction] = {}
     for degree in sorted(set(dict(graph.degree).values()), reverse=True):
         wave = [node for node in graph if graph.degree[node] == degree]
         proposed = {}
         for node in wave:
             edges = [frozenset((node, other)) for other in graph[node]]
-            left = 1 - sum((given[edge] for edge in edges if edge in given), Fraction(0))
-            proposed[node] = left / (sum(edge not in given for edge in edges) + 1)
-        found: dict[frozenset[str], Fraction] = {}
+            left = 1 - sum((weight_of[edge] for edge in edges if edge in weight_of), Fraction(0))
+            proposed[node] = left / (sum(edge not in weight_of for edge in edges) + 1)
+        wave_weights: dict[frozenset[str], Fraction] = {}
         for node in wave:
             for other in graph[node]:
                 edge = frozenset((node, other))
-                if edge not in given:
-                    found[edge] = min(proposed[node], proposed.get(other, proposed[node]))
-        given |= found
-    weights = {(one, other): given[frozenset((one, other))] for one, other in graph.edges}
+                if edge not in weight_of:
+                    wave_weights[edge] = min(proposed[node], proposed.get(other, proposed[node]))
+        weight_of |= wave_weights
+    weights = {(first, other): weight_of[frozenset((first, other))] for first, other in graph.edges}
     matrix = _matrix(graph, weights)
     if bool((matrix.diagonal() <= 0).any()) or any(weight < 0 for weight in weights.values()):
         node = list(graph)[int(matrix.diagonal().argmin())]
@@ -160,10 +160,10 @@ def without(matrix: Tensor, absent: Sequence[int]) -> Tensor:
         return matrix
     away = torch.zeros(len(matrix), dtype=torch.bool)
     away[list(absent)] = True
-    found = matrix.clone()
-    found[away] = 0.0
-    found[:, away] = 0.0
-    return _closed(found)
+    reduced = matrix.clone()
+    reduced[away] = 0.0
+    reduced[:, away] = 0.0
+    return _closed(reduced)
 
 
 def _matrix(graph: nx.Graph, weights: dict[tuple[str, str], Fraction]) -> Tensor:
@@ -171,9 +171,9 @@ def _matrix(graph: nx.Graph, weights: dict[tuple[str, str], Fraction]) -> Tensor
     place = {node: index for index, node in enumerate(graph)}
     left = dict.fromkeys(graph, Fraction(1))
     matrix = torch.zeros(len(place), len(place), dtype=torch.float64)
-    for (one, other), weight in weights.items():
-        matrix[place[one], place[other]] = matrix[place[other], place[one]] = float(weight)
-        left[one] -= weight
+    for (first, other), weight in weights.items():
+        matrix[place[first], place[other]] = matrix[place[other], place[first]] = float(weight)
+        left[first] -= weight
         left[other] -= weight
     for node, rest in left.items():
         matrix[place[node], place[node]] = float(rest)
@@ -182,9 +182,9 @@ def _matrix(graph: nx.Graph, weights: dict[tuple[str, str], Fraction]) -> Tensor
 
 def _closed(matrix: Tensor) -> Tensor:
     """Return the matrix with what its rows lack to one on the diagonal."""
-    found = matrix.clone()
-    found.fill_diagonal_(0.0)
-    return found + torch.diag(1.0 - found.sum(1))
+    closed = matrix.clone()
+    closed.fill_diagonal_(0.0)
+    return closed + torch.diag(1.0 - closed.sum(1))
 
 
 def _rows_in(path: Path) -> list[list[float]]:
@@ -210,12 +210,12 @@ def _checked(rows: Sequence[Sequence[float]], graph: nx.Graph) -> Tensor:
     matrix = torch.tensor([[float(entry) for entry in row] for row in rows], dtype=torch.float64)
     if not bool(matrix.isfinite().all()) or bool((matrix < 0).any()):
         raise ValueError("weights must be finite numbers from 0: a model is a mean of its neighbours' models.")
-    for one, other in zip(
+    for row, column in zip(
         *(where.tolist() for where in ((matrix - matrix.T).abs() > TOLERANCE).nonzero(as_tuple=True)), strict=True
     ):
         raise ValueError(
-            f"weights are not symmetric: client '{nodes[one]}' takes {float(matrix[one, other]):g} of '{nodes[other]}', "
-            f"which takes {float(matrix[other, one]):g} in return. Symmetric rows that sum to 1 keep the mean of all "
+            f"weights are not symmetric: client '{nodes[row]}' takes {float(matrix[row, column]):g} of '{nodes[column]}', "
+            f"which takes {float(matrix[column, row]):g} in return. Symmetric rows that sum to 1 keep the mean of all "
             "models; use weights='metropolis' for such a matrix on any graph."
         )
     for node, total in zip(nodes, matrix.sum(1).tolist(), strict=True):
@@ -279,20 +279,20 @@ def make_graph(topology: Topology, nodes: Sequence[str], *, edge_probability: fl
         if wrong is not None:
             raise ValueError(f"topology={_short(topology)}: {wrong!r} is no edge. An edge is a pair of nodes.")
         edges = pairs
-    known = set(nodes)
+    names = set(nodes)
     for edge in edges:
-        one, other = map(str, edge)
-        for node in (one, other):
-            if node not in known:
+        first, other = map(str, edge)
+        for node in (first, other):
+            if node not in names:
                 raise ValueError(
                     f"topology={_short(topology)} has a node '{node}', which is no client. The clients are {nodes}."
                 )
-        if one == other:
+        if first == other:
             raise ValueError(
-                f"topology={_short(topology)} has an edge from '{one}' to itself. What a node keeps of its own model is "
+                f"topology={_short(topology)} has an edge from '{first}' to itself. What a node keeps of its own model is "
                 "said by the weights; leave the edge out."
             )
-        graph.add_edge(one, other)
+        graph.add_edge(first, other)
     return graph
 
 
@@ -300,11 +300,11 @@ def _named(name: str, nodes: list[str], edge_probability: float, seed: int) -> l
     """Return the edges of one of :data:`GRAPHS`."""
     count = len(nodes)
     if name == "ring":
-        found = nx.cycle_graph(count) if count > 2 else nx.path_graph(count)
+        graph = nx.cycle_graph(count) if count > 2 else nx.path_graph(count)
     elif name == "complete":
-        found = nx.complete_graph(count)
+        graph = nx.complete_graph(count)
     elif name == "star":
-        found = nx.star_graph(count - 1)
+        graph = nx.star_graph(count - 1)
     elif name == "torus":
         rows = max(row for row in range(1, int(count**0.5) + 1) if count % row == 0)
         if rows < 2:
@@ -313,17 +313,17 @@ def _named(name: str, nodes: list[str], edge_probability: float, seed: int) -> l
                 "'ring', or another number of clients."
             )
         grid = nx.grid_2d_graph(rows, count // rows, periodic=True)
-        found = nx.relabel_nodes(grid, {(row, column): row * (count // rows) + column for row, column in grid})
+        graph = nx.relabel_nodes(grid, {(row, column): row * (count // rows) + column for row, column in grid})
     elif name == "erdos_renyi":
         if not 0.0 <= edge_probability <= 1.0:
             raise ValueError(f"edge_probability={edge_probability} is no probability: use a number from 0 to 1.")
-        found = nx.gnp_random_graph(count, edge_probability, seed=address(seed, "topology") % 2**32)
+        graph = nx.gnp_random_graph(count, edge_probability, seed=address(seed, "topology") % 2**32)
     else:
         raise ValueError(
             f"topology={name!r} is not known. Use one of {list(GRAPHS)}, a file ({', '.join(FILES)}), a list of edges, "
             "neighbours by client, or a matrix of 0 and 1."
         )
-    return [(nodes[one], nodes[other]) for one, other in found.edges if one != other]
+    return [(nodes[first], nodes[other]) for first, other in graph.edges if first != other]
 
 
 def _edges_in(path: Path) -> list[tuple[str, str]]:
@@ -339,16 +339,16 @@ def _edges_in(path: Path) -> list[tuple[str, str]]:
                 f"topology='{path}': line {wrong} is {lines[wrong - 1]}. A line names the two clients of an edge, with "
                 "a comma between them, and there is no line of headings."
             )
-        return [(one, other) for one, other in lines]
+        return [(first, other) for first, other in lines]
     try:
-        found = nx.read_graphml(path)
+        graph = nx.read_graphml(path)
     except Exception as error:
         raise ValueError(f"topology='{path}' is no GraphML that networkx can read: {error}") from error
-    if found.is_directed():
+    if graph.is_directed():
         raise ValueError(
             f"topology='{path}' is a directed graph. Neighbours listen to each other: use an undirected one."
         )
-    return [(str(one), str(other)) for one, other in found.edges()]
+    return [(str(first), str(other)) for first, other in graph.edges()]
 
 
 def _is_matrix(rows: Sequence[Sequence[Any]], count: int) -> bool:

@@ -143,12 +143,12 @@ class Asynchronous(Loop):
 
     def _rule(self, server: Server) -> Arrivals:
         """Return how updates are taken in: as an algorithm says, and the options here."""
-        said = {one.key: one.arrivals for one in server.callbacks if isinstance(one, AsynchronousMethod)}
-        if len(said) > 1:
+        rules = {method.key: method.arrivals for method in server.callbacks if isinstance(method, AsynchronousMethod)}
+        if len(rules) > 1:
             raise ConfigurationError(
-                f"{' and '.join(said)} both say how updates are taken in as they arrive. Remove one of them."
+                f"{' and '.join(rules)} both say how updates are taken in as they arrive. Remove one of them."
             )
-        name, rule = next(iter(said.items()), ("", Arrivals(count=self.arrivals or 1)))
+        name, rule = next(iter(rules.items()), ("", Arrivals(count=self.arrivals or 1)))
         if self.arrivals is not None and self.arrivals != rule.count:
             raise ConfigurationError(
                 f"Asynchronous got arrivals={self.arrivals}, and {name} makes a step of every {rule.count}. Leave arrivals "
@@ -274,13 +274,13 @@ class Asynchronous(Loop):
 
     def _carry_out(self, server: Server, engine: Engine, evaluate: Evaluate, flights: list[PendingJob]) -> None:
         """Carry out jobs together; what the clients keep is held back until the updates arrive."""
-        store, held = engine.store, PendingRecords(engine.store)
-        engine.store = held
+        store, records = engine.store, PendingRecords(engine.store)
+        engine.store = records
         try:
             messages = (job.message for job in flights)
             answers = engine.run(messages, evaluate, server.round)
             for job, update in zip(flights, answers, strict=True):
-                job.carried_out(self.clock, update, held.new(job.client))
+                job.carried_out(self.clock, update, records.new(job.client))
         finally:
             engine.store = store
 

@@ -141,10 +141,10 @@ class DayNightAvailability(Availability):
     def _number(self, seed: int, client: str, time: float) -> int:
         """Return the number of the last window that has begun at a time."""
         shift = self._shift(seed, client)
-        found = math.floor((time - shift) / self.period)
-        if self._window(found + 1, shift) <= time:  # the division was rounded down
-            return found + 1
-        return found if self._window(found, shift) <= time else found - 1
+        number = math.floor((time - shift) / self.period)
+        if self._window(number + 1, shift) <= time:  # the division was rounded down
+            return number + 1
+        return number if self._window(number, shift) <= time else number - 1
 
     def _begin(self, seed: int, client: str, time: float) -> float:
         return self._window(self._number(seed, client, time), self._shift(seed, client))
@@ -198,7 +198,7 @@ class TraceAvailability(Availability):
             raise ConfigurationError(
                 f"TraceAvailability: {path} has the columns {list(columns)}; it needs client, start and end (seconds)."
             )
-        found: dict[str, list[tuple[float, float]]] = {}
+        intervals_by_client: dict[str, list[tuple[float, float]]] = {}
         for line, row in enumerate(rows, start=2):
             start, end = (_seconds(path, line, name, row[name]) for name in ("start", "end"))
             if end < start or start < 0 or not row["client"]:
@@ -207,13 +207,13 @@ class TraceAvailability(Availability):
                     "or later and before it ends."
                 )
             if end > start:
-                found.setdefault(row["client"].strip(), []).append((start, end))
-        if not found and not self.others:
+                intervals_by_client.setdefault(row["client"].strip(), []).append((start, end))
+        if not intervals_by_client and not self.others:
             raise ConfigurationError(
                 f"TraceAvailability: {path} has no interval, so nobody would ever be let in. Give each client one line for "
                 "each time that it is there."
             )
-        return {client: _merged(intervals) for client, intervals in found.items()}
+        return {client: _merged(intervals) for client, intervals in intervals_by_client.items()}
 
     def available(self, seed: int, client: str, time: float) -> bool:
         """Return whether the time is in one of the client's intervals."""
@@ -240,10 +240,10 @@ class TraceAvailability(Availability):
 
 def slot_of(time: float, length: float) -> int:
     """Return the number of the slot that a time lies in: slot `k` begins at the float `k * length`."""
-    found = math.floor(time / length)
-    if (found + 1) * length <= time:  # the division was rounded down
-        return found + 1
-    return found if found * length <= time else found - 1
+    number = math.floor(time / length)
+    if (number + 1) * length <= time:  # the division was rounded down
+        return number + 1
+    return number if number * length <= time else number - 1
 
 
 def _seconds(path: Path, line: int, name: str, value: Any) -> float:

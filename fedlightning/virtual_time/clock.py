@@ -127,7 +127,7 @@ class RoundTimes(RoundClock):
         client, visit = message.client, message.visit
         there = self.clock.download(client, visit, message.num_bytes)
         clients = self.server.clients if client == POOLED else [client]
-        samples = 0.0 if work == 0 else sum(self.planned(one, work, message.round) for one in clients)
+        samples = 0.0 if work == 0 else sum(self.planned(name, work, message.round) for name in clients)
         return there + self.clock.compute(client, visit, samples)
 
     def _in_time(self, message: Message) -> int | None:
@@ -142,13 +142,13 @@ class RoundTimes(RoundClock):
         return message.work if work == 1 else 1
 
     def arrivals(self, updates: Iterator[Update]) -> Iterator[tuple[Update, str | None]]:
-        told: Iterable[tuple[Update, str | None]]
+        judged: Iterable[tuple[Update, str | None]]
         if self.first is None:
-            told = ((update, self.came(number, update)) for number, update in enumerate(updates))
+            judged = ((update, self.came(number, update)) for number, update in enumerate(updates))
         else:
-            held = list(updates)
-            told = zip(held, self.all_came(held), strict=True)
-        for update, reason in told:
+            all_updates = list(updates)
+            judged = zip(all_updates, self.all_came(all_updates), strict=True)
+        for update, reason in judged:
             self._reasons.append(reason)
             if update.error is None and reason is not None:
                 self.leave_behind(update.client)

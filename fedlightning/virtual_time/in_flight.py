@@ -61,12 +61,12 @@ class PendingJob:
         """Let models that the client has selected in this visit be of the round in which its scores arrive."""
         if self.record is None:
             return
-        found = dict(self.record.checkpoints)
-        for key, entry in found.items():
+        checkpoints = dict(self.record.checkpoints)
+        for key, entry in checkpoints.items():
             is_new = key not in before.checkpoints or before.checkpoints[key].get("score") != entry.get("score")
             if is_new and entry.get("round") == self.message.round + 1:
-                found[key] = {**entry, "round": round + 1}
-        self.record = replace(self.record, checkpoints=found)
+                checkpoints[key] = {**entry, "round": round + 1}
+        self.record = replace(self.record, checkpoints=checkpoints)
 
     def plain(self) -> dict[str, Any]:
         """Return the job as tensors and plain values."""
@@ -131,11 +131,11 @@ class SampleForecast:
     def __call__(self, client: str, work: int | None, round: int | None = None) -> float:
         """Return the samples of a visit: of all epochs, or the mean samples of a batch times the steps."""
         runner = self.engine.runner
-        known, amount = runner.described, runner.settings.work if work is None else work
-        samples = known.num_samples(client, round=round)
+        data, amount = runner.described, runner.settings.work if work is None else work
+        samples = data.num_samples(client, round=round)
         if runner.settings.local_steps is None:
             return samples * amount
         if self._batches is None:
             self._batches = self.engine.describe(details=["batches"]).batches
         batches = self._batches.get(client, 0)
-        return min(samples, known.num_samples(client) / batches) * amount if batches else 0.0
+        return min(samples, data.num_samples(client) / batches) * amount if batches else 0.0

@@ -76,40 +76,40 @@ def shares_of(
         raise ConfigurationError(
             f"{where} got classes={classes!r}. Give a table such as {{'phone': {{'share': 0.8, '{example}': 0.1}}}}."
         )
-    found: dict[str, dict[str, Any]] = {}
+    checked: dict[str, dict[str, Any]] = {}
     for kind, entries in classes.items():
         if not isinstance(entries, Mapping):
             raise ConfigurationError(f"{where} got classes['{kind}']={entries!r}. Give its numbers by name: share, ...")
-        known = ("share", *needed, *optional)
-        unknown = [name for name in entries if name not in known]
+        fields = ("share", *needed, *optional)
+        unknown = [name for name in entries if name not in fields]
         missing = [name for name in needed if name not in entries]
         if unknown or missing:
             fault = f"has an unknown '{unknown[0]}'" if unknown else f"lacks '{missing[0]}'"
-            raise ConfigurationError(f"{where}: the class '{kind}' {fault}. It may have {', '.join(known)}.")
+            raise ConfigurationError(f"{where}: the class '{kind}' {fault}. It may have {', '.join(fields)}.")
         share = number(where, f"the share of '{kind}'", entries.get("share", 1.0))
-        found[str(kind)] = {**entries, "share": share}
-    if sum(entry["share"] for entry in found.values()) == 0:
+        checked[str(kind)] = {**entries, "share": share}
+    if sum(entry["share"] for entry in checked.values()) == 0:
         raise ConfigurationError(f"{where}: the shares of all classes are 0, so no client has one. Give one a share.")
-    return found
+    return checked
 
 
 def table_of_classes(where: str, clients: Any, classes: Mapping[str, Any]) -> dict[str, str]:
     """Return a table of clients' device classes, checked."""
     if clients is not None and not isinstance(clients, Mapping):
         raise ConfigurationError(f"{where} got clients={clients!r}. Give a table of classes by client.")
-    found = {str(client): str(kind) for client, kind in (clients or {}).items()}
-    unknown = next((client for client, kind in found.items() if kind not in classes), None)
+    kinds = {str(client): str(kind) for client, kind in (clients or {}).items()}
+    unknown = next((client for client, kind in kinds.items() if kind not in classes), None)
     if unknown is not None:
         raise ConfigurationError(
-            f"{where}: client '{unknown}' has the class '{found[unknown]}', which is not among {list(classes)}."
+            f"{where}: client '{unknown}' has the class '{kinds[unknown]}', which is not among {list(classes)}."
         )
-    return found
+    return kinds
 
 
-def class_of(seed: int, client: str, classes: Mapping[str, Mapping[str, Any]], given: Mapping[str, str]) -> str:
+def class_of(seed: int, client: str, classes: Mapping[str, Mapping[str, Any]], listed: Mapping[str, str]) -> str:
     """Return a client's device class: the given one, or one drawn by the shares. Speed and link draw the same one."""
-    if client in given:
-        return given[client]
+    if client in listed:
+        return listed[client]
     place = uniform(seed, "device", client) * sum(entry["share"] for entry in classes.values())
     chosen = ""
     for kind, entry in classes.items():

@@ -118,8 +118,8 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], rounds: Mapping[int, floa
     below.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     below.set_xlabel("virtual seconds")
     below.set_xlim(0, 1.01 * end)
-    found = [outcome for outcome in colours if any(row["outcome"] == outcome for row in rows)]
-    handles: list[Any] = [Patch(color=colours[outcome], label=outcome) for outcome in found]
+    outcomes = [outcome for outcome in colours if any(row["outcome"] == outcome for row in rows)]
+    handles: list[Any] = [Patch(color=colours[outcome], label=outcome) for outcome in outcomes]
     handles += [Line2D([], [], color="#999999", lw=0.8, label="end of a round")] if shown else []
     figure.legend(handles=handles, loc="outside upper center", ncols=5, fontsize=8, frameon=False)
     return figure

@@ -155,9 +155,9 @@ class WaitFree(Loop):
         if math.isinf(begins):
             return
         others = owner.neighbours(server, client)
-        leaves = begins + self.clock.upload(client, taken, message.size * len(others))
+        sent_at = begins + self.clock.upload(client, taken, message.size * len(others))
         for other in others:
-            arrives = leaves + self.clock.download(other, taken, message.size)
+            arrives = sent_at + self.clock.download(other, taken, message.size)
             if taken == 0:
                 arrives = server.costs.virtual_time  # all know the model that they begin with
             self._sent.append((arrives, other, client, taken))
@@ -217,15 +217,15 @@ class WaitFree(Loop):
 
     def _trips(self, server: Server, owner: Decentralised, updates: list[Update]) -> list[JobTrace]:
         """Return the steps that have ended, for the timeline; staleness is in how many of them the oldest model was there."""
-        found = []
+        trips = []
         for update in updates:
             taken, began, ended = self._steps[update.client]
             had = self._had.get(update.client, {})
             others = [other for other in owner.neighbours(server, update.client) if other in had]
             old = max((taken - had[other][1] for other in others), default=0)
             outcome: Outcome = "taken" if update.error is None else "failed"
-            found.append(JobTrace(server.round + 1, update.client, began, ended, ended, taken, old, outcome))
-        return found
+            trips.append(JobTrace(server.round + 1, update.client, began, ended, ended, taken, old, outcome))
+        return trips
 
     # -- what is saved ---------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:

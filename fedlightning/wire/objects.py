@@ -67,15 +67,17 @@ def check_of(hint: Any) -> Check:
         return lambda value: type(value) is hint
     if origin in (dict, Mapping):
         name, entry = map(check_of, inner)
-        return lambda value: isinstance(value, dict) and all(name(key) and entry(one) for key, one in value.items())
-    checks = [check_of(one) for one in inner if one is not ...]
+        return lambda value: (
+            isinstance(value, dict) and all(name(key) and entry(content) for key, content in value.items())
+        )
+    checks = [check_of(part) for part in inner if part is not ...]
     if origin is UnionType:
         return lambda value: any(check(value) for check in checks)
     if origin is tuple and len(checks) == len(inner):
         return lambda value: (
             type(value) is tuple
             and len(value) == len(checks)
-            and all(check(one) for check, one in zip(checks, value, strict=True))
+            and all(check(entry) for check, entry in zip(checks, value, strict=True))
         )
     return lambda value: type(value) in LISTS[origin] and all(map(checks[0], value))
 
@@ -214,18 +216,18 @@ class MessageReader(Reader):
     def _object(self, kind: Any, pairs: Any) -> Any:
         if type(kind) is not str or kind not in KINDS:
             raise NotPlainError(f"it holds an object of the unknown kind {kind!r:.40}")
-        known = KINDS[kind]
+        schema = KINDS[kind]
         names = [name for name, _ in pairs]
-        if sorted(names) != sorted(known.fields):
+        if sorted(names) != sorted(schema.fields):
             raise NotPlainError(
-                f"its {kind} has the fields {sorted(names)!r:.200}, not {sorted(known.fields)}. "
+                f"its {kind} has the fields {sorted(names)!r:.200}, not {sorted(schema.fields)}. "
                 "Install the same version of FedLightning on both sides"
             )
         fields = {name: self._value(entry) for name, entry in pairs}
-        for name, check in known.fields.items():
-            if not check(fields[name]) or (known.type is Gap and name == "value" and not math.isnan(fields[name])):
+        for name, check in schema.fields.items():
+            if not check(fields[name]) or (schema.type is Gap and name == "value" and not math.isnan(fields[name])):
                 raise NotPlainError(f"{name} of its {kind} is a {_short(fields[name])}")
-        return (known.make or known.type)(**fields)
+        return (schema.make or schema.type)(**fields)
 
 
 def _short(value: Any) -> str:

@@ -74,8 +74,8 @@ class Spec:
 
     @property
     def _against(self) -> list[str]:
-        given = self.options.get("against", [])
-        return [given] if isinstance(given, str) else list(given)
+        runs = self.options.get("against", [])
+        return [runs] if isinstance(runs, str) else list(runs)
 
     def list_metrics(self, run: str | None) -> list[tuple[str, str]]:
         """Return the scores that it reads, each with the run that has to have it, if it is measured in `run`."""
@@ -102,15 +102,15 @@ def score(
     `model` is `global` for `checkpoint: best_global` and `stage: G`, else `personal`.
     """
     kind = model or _kind_of_model(checkpoint, stage)
-    found = RunScores(run).find(metric, split, kind, checkpoint, stage, data)
-    if found is None:
-        known = sorted({bare(one["metric"]) for one in run.results if one["split"] == split})
+    seed_score = RunScores(run).find(metric, split, kind, checkpoint, stage, data)
+    if seed_score is None:
+        metrics = sorted({bare(row["metric"]) for row in run.results if row["split"] == split})
         asked = ", ".join(filter(None, (kind, checkpoint, stage, data)))
-        raise NoValueError(f"no {split} score '{metric}' ({asked}); the run has {', '.join(known) or 'none'}")
-    if found.diverged and not over.startswith("client:"):
+        raise NoValueError(f"no {split} score '{metric}' ({asked}); the run has {', '.join(metrics) or 'none'}")
+    if seed_score.diverged and not over.startswith("client:"):
         return Value(math.nan)
-    weighted = found.weighted_mean
-    return Value(_over(found.defined, over, metric, math.nan if weighted is None else weighted))
+    weighted = seed_score.weighted_mean
+    return Value(_over(seed_score.defined, over, metric, math.nan if weighted is None else weighted))
 
 
 def offered(
@@ -151,8 +151,8 @@ def best_round(
     """Return the best score over all rounds, or over those until one."""
     curve = _curve(run, metric, stage, data, over)
     values = [value for number, value in curve.items() if until is None or number <= until]
-    known = [value for value in values if not math.isnan(value)]
-    return Value(math.nan if not known else max(known) if higher_is_better(metric) else min(known))
+    defined = [value for value in values if not math.isnan(value)]
+    return Value(math.nan if not defined else max(defined) if higher_is_better(metric) else min(defined))
 
 
 def rounds_to(
@@ -179,11 +179,11 @@ def rounds_until(rounds: Sequence[int], scores: Sequence[float], target: float, 
     sign = 1.0 if higher else -1.0
     goal, best, before = sign * target, -math.inf, 0
     for number, value in zip(rounds, scores, strict=True):
-        found = best if math.isnan(value) else max(best, sign * value)
-        if found >= goal:
-            share = 1.0 if math.isinf(best) else (goal - best) / (found - best)
+        highest = best if math.isnan(value) else max(best, sign * value)
+        if highest >= goal:
+            share = 1.0 if math.isinf(best) else (goal - best) / (highest - best)
             return Value(before + share * (number - before))
-        best, before = found, number
+        best, before = highest, number
     return Value(float(rounds[-1]), beyond=True)
 
 
@@ -273,11 +273,11 @@ def logged(
     over: str = "mean",
 ) -> Value:
     """Return any value of `metrics.csv` by its full name, of one round or the last, as a statistic over clients."""
-    given = {"stage": stage, "model": model, "data": data, "split": split}
-    rows = [row for row in run.rows if row.metric == metric and _is(row, given)]
+    labels = {"stage": stage, "model": model, "data": data, "split": split}
+    rows = [row for row in run.rows if row.metric == metric and _is(row, labels)]
     if not rows:
-        known = sorted({row.metric for row in run.rows})
-        raise NoValueError(f"no '{metric}' like that in metrics.csv, which has {', '.join(known)}")
+        names = sorted({row.metric for row in run.rows})
+        raise NoValueError(f"no '{metric}' like that in metrics.csv, which has {', '.join(names)}")
     last = max(row.round for row in rows) if round is None else round
     kept = {row.client: row for row in rows if row.round == last}
     return Value(_over_rows(kept, over, metric))
@@ -285,12 +285,12 @@ def logged(
 
 def summary(run: Run, *, key: str) -> Value:
     """Return a number of `summary.json` by its dotted key, as in `bytes_up` or `terms.own_steps`."""
-    found: Any = run.summary
+    number: Any = run.summary
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    if isinstance(found, bool) or not isinstance(found, int | float):
+        number = number.get(part) if isinstance(number, Mapping) else None
+    if isinstance(number, bool) or not isinstance(number, int | float):
         raise NoValueError(f"no number '{key}' in summary.json")
-    return Value(float(found))
+    return Value(float(number))
 
 
 def entry(run: Run, *, name: str, client: str | None = None, index: list[int] | int = 0) -> Value:
@@ -395,11 +395,11 @@ def better_is_higher(spec: Spec) -> bool:
     return "metric" not in spec.options or higher_is_better(spec.options["metric"])
 
 
-def read_measure(given: Any, at: Block, runs: Collection[str], measures: Mapping[str, Spec], name: str = "") -> Spec:
+def read_measure(entry: Any, at: Block, runs: Collection[str], measures: Mapping[str, Spec], name: str = "") -> Spec:
     """Return a measure as a table has it: by its name, or written out with a kind and the keywords of its function.
 
     Args:
-        given: The name, or the keywords.
+        entry: The name, or the keywords.
         at: The block that it stands in.
         runs: Names of the table's runs.
         measures: The table's measures by name.
@@ -408,13 +408,13 @@ def read_measure(given: Any, at: Block, runs: Collection[str], measures: Mapping
     Raises:
         InputError: If it has an unknown kind or key, lacks one, or names an unknown run.
     """
-    if isinstance(given, str) and given in measures:
-        return measures[given]
-    if not isinstance(given, Mapping):
-        hint = suggestion(str(given), [*measures, *KINDS]) or f"There is {', '.join(measures or KINDS)}."
-        raise at.error(f"has the measure {given!r:.60}, which is none. {hint}")
-    kind = str(given.get("kind", "score"))
-    options = {str(key): value for key, value in given.items() if key != "kind"}
+    if isinstance(entry, str) and entry in measures:
+        return measures[entry]
+    if not isinstance(entry, Mapping):
+        hint = suggestion(str(entry), [*measures, *KINDS]) or f"There is {', '.join(measures or KINDS)}."
+        raise at.error(f"has the measure {entry!r:.60}, which is none. {hint}")
+    kind = str(entry.get("kind", "score"))
+    options = {str(key): value for key, value in entry.items() if key != "kind"}
     place = f"measure '{name}'" if name else "measure"
     if kind not in KINDS:
         hint = suggestion(kind, KINDS) or f"Kinds: {', '.join(KINDS)}."

@@ -93,15 +93,15 @@ def write_page(out: Path, tables: Sequence[TableRun], lost: Sequence[str], moved
         lost: Sentences on cells that once agreed and do not now.
         moved: Sentences on tolerances and published values that were changed after a run.
     """
-    every = [line for one in tables for line in one.lines]
-    said = [Trouble("Held against the recorded verdicts", None, [*moved, *lost])] if moved or lost else []
+    every = [line for table in tables for line in table.lines]
+    problems = [Trouble("Held against the recorded verdicts", None, [*moved, *lost])] if moved or lost else []
     counted = verdict_counts(line.verdict.word for line in every if line.asked)
     page = Page(
         title="Published tables, run again",
         subtitle=f"{len(tables)} tables: {counted or 'nothing was asked for'}. {expected_by_chance(every)}",
         answers={},
-        problems=said,
-        sections=[_section(one.table, one.lines, one.seeds, out) for one in tables],
+        problems=problems,
+        sections=[_section(table.table, table.lines, table.seeds, out) for table in tables],
         kicker="Reproduction of published results",
     )
     path = out / FILE
@@ -114,11 +114,15 @@ def _section(table: Table, lines: Sequence[Line], seeds: Sequence[int], out: Pat
     shown = [line for line in lines if line.asked]
     parts: list[Any] = []
     for orders, title in ((False, "Cells"), (True, "Orders, paired over seeds")):
-        told = [line for line in shown if line.is_order == orders]
+        kind_lines = [line for line in shown if line.is_order == orders]
         columns = [Column(key, heading, "text") for key, heading in list_headings(orders).items()]
         slug = f"{name}-{'orders' if orders else 'cells'}"
-        parts += [html.Table(slug, title, columns, list(map(row_of, told)), notes=reasons(told))] if told else []
-        drawn = [line for line in told if line.verdict.mean is not None and not orders]
+        parts += (
+            [html.Table(slug, title, columns, list(map(row_of, kind_lines)), notes=reasons(kind_lines))]
+            if kind_lines
+            else []
+        )
+        drawn = [line for line in kind_lines if line.verdict.mean is not None and not orders]
         parts += [Gallery([_picture(table, drawn, out)], _numbers(name, drawn), _LEGEND)] if drawn else []
     parts.append(Prose(terms=_terms(table, seeds, lines), title="About this table"))
     return Section(name, table.title, table.name, table.claim, parts)
@@ -157,13 +161,13 @@ def _numbers(name: str, lines: Sequence[Line]) -> html.Table:
 
 def _terms(table: Table, seeds: Sequence[int], lines: Sequence[Line]) -> list[tuple[str, str]]:
     source = table.source
-    known = {
+    readings = {
         "source": "read in the source",
         "re-run": "read in a re-run by others",
         "memory": "from memory: not judged",
     }
-    found = [
-        ("Published in", f"{source.paper}, {source.table}. {source.link}. Numbers {known[source.read]}."),
+    pairs = [
+        ("Published in", f"{source.paper}, {source.table}. {source.link}. Numbers {readings[source.read]}."),
         ("Setting", table.setting),
         ("Ours differs", " ".join(table.departures)),
         ("Detects (planted and seen)", "; ".join(table.detects)),
@@ -175,4 +179,4 @@ def _terms(table: Table, seeds: Sequence[int], lines: Sequence[Line]) -> list[tu
         ("Left out", " ".join(left_out(lines))),
         ("Runs that differ", " ".join(f"{run.name}: {run.differs}" for run in table.runs.values() if run.differs)),
     ]
-    return [(term, text) for term, text in found if text]
+    return [(term, text) for term, text in pairs if text]

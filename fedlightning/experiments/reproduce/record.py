@@ -98,7 +98,7 @@ def write_record(table: Table, lines: Sequence[Line]) -> Path:
     path = record_file(table.path)
     before, kept, now = read_record(table.path), [], commit()
     head = read_json(path) if path.exists() else {}
-    known = head.get("versions", {})
+    versions_by_commit = head.get("versions", {})
     for line in lines:
         old = before.get(line.name)
         if line.verdict.word == NOT_RUN:
@@ -113,8 +113,12 @@ def write_record(table: Table, lines: Sequence[Line]) -> Path:
         looks = [look for look in _looks(old) if not _has_seeds(look, line)] if old else []
         more = {name: entries for name, entries in (("earlier", earlier), ("looks", looks)) if entries}
         kept.append({**new, "commit": now, **more})
-    made = {str(line["commit"]): known.get(str(line["commit"]), versions()) for line in kept} | {str(now): versions()}
-    used = {name: given for name, given in made.items() if any(str(line["commit"]) == name for line in kept)}
+    all_versions = {str(line["commit"]): versions_by_commit.get(str(line["commit"]), versions()) for line in kept} | {
+        str(now): versions()
+    }
+    used = {
+        name: packages for name, packages in all_versions.items() if any(str(line["commit"]) == name for line in kept)
+    }
     plan, plans = list(table.looks), _plans(head)
     names = {line.name for line in lines}
     gone = {name: old["verdict"] for name, old in before.items() if name not in names}
@@ -160,28 +164,28 @@ def moved_goals(table: Table) -> list[str]:
     """
     now: dict[str, tuple[float | None, float]] = {cell.name: (cell.published, cell.tolerance) for cell in table.cells}
     now |= {order.name: (None, order.margin) for order in table.orders}
-    said = []
+    changes = []
     file = record_file(table.path)
     head, record = read_json(file) if file.exists() else {}, read_record(table.path)
     for plan in (plan for plan in _plans(head) if plan != list(table.looks)):
-        said.append(f"the plan was changed from looks at {plan} seeds to looks at {list(table.looks)}")
+        changes.append(f"the plan was changed from looks at {plan} seeds to looks at {list(table.looks)}")
     gone = {name: verdict for name, verdict in head.get("taken_out", {}).items() if name not in now}
-    said += [f"{name} ({verdict}) was taken out of the table" for name, verdict in gone.items()]
+    changes += [f"{name} ({verdict}) was taken out of the table" for name, verdict in gone.items()]
     for name, recorded in record.items():
         for old in [*recorded.get("earlier", []), recorded] if name in now else []:
             published, tolerance = now[name]
             if old["tolerance"] != tolerance:
                 how = "widened" if tolerance > old["tolerance"] else "narrowed"
-                said.append(f"the tolerance of {name} was {how} from {old['tolerance']:g} to {tolerance:g}")
+                changes.append(f"the tolerance of {name} was {how} from {old['tolerance']:g} to {tolerance:g}")
             if old["published"] != published:
-                said.append(f"the published value of {name} was changed from {old['published']:g} to {published:g}")
+                changes.append(f"the published value of {name} was changed from {old['published']:g} to {published:g}")
     numbers = Counter(len(line["values"]) for line in record.values() if line["low"] != line["high"])
     off = {number: lines for number, lines in sorted(numbers.items()) if number not in table.looks}
     unplanned = [
         f"{table.name}: verdicts were recorded with {number} seeds, which is none of the planned looks (lines: {lines})."
         for number, lines in off.items()
     ]
-    return [f"{table.name}: {text} after a run." for text in dict.fromkeys(said)] + unplanned
+    return [f"{table.name}: {text} after a run." for text in dict.fromkeys(changes)] + unplanned
 
 
 def lost(table: Table, lines: Sequence[Line], seeds: Sequence[int]) -> list[str]:
@@ -190,21 +194,21 @@ def lost(table: Table, lines: Sequence[Line], seeds: Sequence[int]) -> list[str]
     What is not run because data, a package or a set are missing is no loss; a run that failed is one. With fewer seeds than
     were recorded an inconclusive cell is no loss either.
     """
-    now, said = {line.name: line for line in lines}, []
+    now, sentences = {line.name: line for line in lines}, []
     for name, old in read_record(table.path).items():
         line = now.get(name)
         if old["verdict"] not in GOOD or (line is not None and line.verdict.word in GOOD):
             continue
         if line is None:
-            said.append(f"{table.name}: {name} once agreed and is not in the table any more.")
+            sentences.append(f"{table.name}: {name} once agreed and is not in the table any more.")
             continue
         word = line.verdict.word
         if (word == NOT_RUN and not line.failed) or (word == INCONCLUSIVE and len(seeds) < len(old["values"])):
             continue
-        said.append(
+        sentences.append(
             f"{table.name}: {name} once agreed, now: {word}{f' ({line.verdict.why})' if line.verdict.why else ''}."
         )
-    return said
+    return sentences
 
 
 def find_new_disagreements(table: Table, lines: Sequence[Line]) -> list[str]:
@@ -225,7 +229,7 @@ def commit(root: Path = Path(fedlightning.__file__).parents[1]) -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        found, changed = (
+        head, changed = (
             subprocess.run(
                 ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=20
             ).stdout
@@ -236,7 +240,7 @@ def commit(root: Path = Path(fedlightning.__file__).parents[1]) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.strip() + ("+" if changed.strip() else "")
+    return head.strip() + ("+" if changed.strip() else "")
 
 
 # -- all of a call -----------------------------------------------------------------------------------------------------
@@ -255,10 +259,10 @@ def as_json(tables: Sequence[TableRun], lost: Sequence[str], moved: Sequence[str
         "format": 1,
         "commit": commit(),
         "versions": versions(),
-        "chance": asdict(expected_by_chance(line for one in tables for line in one.lines)),
+        "chance": asdict(expected_by_chance(line for run in tables for line in run.lines)),
         "lost": list(lost),
         "moved": list(moved),
-        "tables": [_table(one.table, one.lines, one.seeds) for one in tables],
+        "tables": [_table(run.table, run.lines, run.seeds) for run in tables],
     }
 
 

@@ -183,11 +183,11 @@ class Line:
 
     def plain(self) -> dict[str, Any]:
         """Return it as plain values."""
-        found = asdict(self)
-        del found["looks"]  # those of the table's plan
-        verdict = found.pop("verdict")
-        values = {str(seed): value for seed, value in found.pop("values").items()}
-        return {**found, "verdict": verdict.pop("word"), "note": verdict.pop("why"), **verdict, "values": values}
+        fields = asdict(self)
+        del fields["looks"]  # those of the table's plan
+        verdict = fields.pop("verdict")
+        values = {str(seed): value for seed, value in fields.pop("values").items()}
+        return {**fields, "verdict": verdict.pop("word"), "note": verdict.pop("why"), **verdict, "values": values}
 
 
 NO_UPDATE = "no client could contribute"
@@ -403,8 +403,8 @@ def digits(line: Line) -> int:
         >>> digits(Line("a", judge([0.7], 0.724, 0.03), published=0.724, tolerance=0.03))
         4
     """
-    known = [one for one in (line.published, line.tolerance) if one]
-    shown = max((len(f"{abs(one):.10f}".rstrip("0").partition(".")[2]) for one in known), default=2)
+    shown_numbers = [number for number in (line.published, line.tolerance) if number]
+    shown = max((len(f"{abs(number):.10f}".rstrip("0").partition(".")[2]) for number in shown_numbers), default=2)
     return min(shown + 1, 8)
 
 
@@ -441,12 +441,12 @@ def row_of(line: Line) -> dict[str, str]:
 
 def reasons(lines: Sequence[Line]) -> list[str]:
     """Return why verdicts are what they are, each reason once, with the cells that it is about."""
-    found: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for line in lines:
-        given = line.why if line.verdict.word in (*BAD, INCONCLUSIVE) else ""
-        for text in filter(None, (line.verdict.why, given)):
-            found.setdefault(text, []).append(line.name)
-    return [f"{'all' if len(names) == len(lines) else _few(names)}: {text}" for text, names in found.items()]
+        reason = line.why if line.verdict.word in (*BAD, INCONCLUSIVE) else ""
+        for text in filter(None, (line.verdict.why, reason)):
+            names_by_reason.setdefault(text, []).append(line.name)
+    return [f"{'all' if len(names) == len(lines) else _few(names)}: {text}" for text, names in names_by_reason.items()]
 
 
 def _few(names: Sequence[str]) -> str:
@@ -463,10 +463,10 @@ def left_out(lines: Sequence[Line]) -> list[str]:
 
 def times(table: Table) -> str:
     """Return the sets of a table with their expected minutes, and those of all runs if they are others."""
-    known = dict.fromkeys(table.sets) | dict(table.minutes)
-    if len(known) > 1 and known.get(ALL) == next(iter(known.values())):
-        known.pop(ALL)
-    return ", ".join(name if minutes is None else f"{name}: {minutes:g}" for name, minutes in known.items())
+    minutes_by_set = dict.fromkeys(table.sets) | dict(table.minutes)
+    if len(minutes_by_set) > 1 and minutes_by_set.get(ALL) == next(iter(minutes_by_set.values())):
+        minutes_by_set.pop(ALL)
+    return ", ".join(name if minutes is None else f"{name}: {minutes:g}" for name, minutes in minutes_by_set.items())
 
 
 def sentence_of_plan(table: Table) -> str:

@@ -31,7 +31,7 @@ WATCHING = ("catalogue", "cli", "commands", "configs", "experiments", "study", "
 def folder_of(data: Data, root: Path) -> Path | None:
     """Return the folder below the data root in which all files of a data set lie, or `None`."""
     folders = (root / name for name in data.root)
-    return next((one for one in folders if all((one / file).is_file() for file in data.files)), None)
+    return next((folder for folder in folders if all((folder / file).is_file() for file in data.files)), None)
 
 
 def obstacle(table: Table, root: Path) -> str:
@@ -79,7 +79,10 @@ def plan_runs(asked: Sequence[TableRun], root: str, cli: str) -> list[dict[str, 
     """
     with tempfile.TemporaryDirectory() as folder:
         planner = _Planner(Path(root), cli, Path(folder))
-        return [{} if one.obstacle else {name: planner.plan(one.table, name) for name in one.runs} for one in asked]
+        return [
+            {} if asked_table.obstacle else {name: planner.plan(asked_table.table, name) for name in asked_table.runs}
+            for asked_table in asked
+        ]
 
 
 @dataclass
@@ -114,10 +117,10 @@ class _Planner:
         key = json.dumps(method.config["model"], sort_keys=True, default=str)
         if key not in self.scores:
             self.scores[key] = make_plan(replace(request, rehearse=True), self.clients).metrics
-        known = sorted({bare(metric) for metric in self.scores[key]})
-        for metric in asked if known else ():
-            if metric not in known:
-                hint = suggestion(metric, known) or f"There is {', '.join(known)}."
+        metrics = sorted({bare(metric) for metric in self.scores[key]})
+        for metric in asked if metrics else ():
+            if metric not in metrics:
+                hint = suggestion(metric, metrics) or f"There is {', '.join(metrics)}."
                 raise InputError(
                     f"'{asked[metric]}' asks for the metric '{metric}', which its model does not log. {hint}"
                 )
@@ -168,15 +171,15 @@ def _digest(path: Path) -> str:
 
 def _own_files(config: Config) -> list[Path]:
     """Return the files of the classes in a configuration that are not of this package, or of torch and Lightning."""
-    found = set()
+    files = set()
     for path in _class_paths(config):
         module = path.rpartition(".")[0]
         if module.partition(".")[0] in ("fedlightning", "torch", "lightning"):
             continue
         spec = importlib.util.find_spec(module) if module else None
         if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
-            found.add(Path(spec.origin))
-    return sorted(found)
+            files.add(Path(spec.origin))
+    return sorted(files)
 
 
 def _class_paths(value: Any) -> Iterator[str]:
@@ -184,8 +187,8 @@ def _class_paths(value: Any) -> Iterator[str]:
         if isinstance(value.get("class_path"), str):
             yield value["class_path"]
     inner: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    for one in inner:
-        yield from _class_paths(one)
+    for entry in inner:
+        yield from _class_paths(entry)
 
 
 def _on_test_data(method: Method) -> Method:

@@ -252,8 +252,8 @@ def read_table(path: Path, configs: Path) -> Table:
     source, sets = top.take("source", Source), top.take("sets", Texts, [])
     runs = _read_runs(top, (path.parent, configs), sets)
     measures: dict[str, Spec] = {}
-    for name, given in top.take("measures", Names, {}).items():  # a measure may be made of those above it
-        measures[name] = read_measure(given, top, runs, measures, name)
+    for name, entry in top.take("measures", Names, {}).items():  # a measure may be made of those above it
+        measures[name] = read_measure(entry, top, runs, measures, name)
     seeds = _read_seeds(top)
     reader = _Reader(top, runs, measures, source.read)
     cells, orders = reader.cells(), [order for block in top.take_list("orders") for order in reader.orders(block)]
@@ -301,11 +301,13 @@ def _read_minutes(top: Block, sets: Sequence[str], runs: Mapping[str, RunSpec]) 
 
 
 def _read_seeds(top: Block) -> list[int]:
-    given = top.take("seeds", default=1)
-    seeds = list(range(given)) if type(given) is int else given
+    seeds_or_number = top.take("seeds", default=1)
+    seeds = list(range(seeds_or_number)) if type(seeds_or_number) is int else seeds_or_number
     whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
     if not whole or not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise top.error(f"has seeds: {given!r}. Give a number of seeds (5), or a list of different ones ([0, 3]).")
+        raise top.error(
+            f"has seeds: {seeds_or_number!r}. Give a number of seeds (5), or a list of different ones ([0, 3])."
+        )
     return seeds
 
 
@@ -382,8 +384,8 @@ class _Reader:
             block.finish()
             for column, value in published.items():
                 self.top.check_name(column, columns, f"row '{row}'")
-                own = value if isinstance(value, Mapping) else {"published": value}
-                values = {"run": run, **columns[column], **own, "row": row, "column": column}
+                cell = value if isinstance(value, Mapping) else {"published": value}
+                values = {"run": run, **columns[column], **cell, "row": row, "column": column}
                 cells.append(self._cell(Block(values, self.top.file, "a cell")))
         return cells + [self._cell(block) for block in self.top.take_list("cells")]
 
