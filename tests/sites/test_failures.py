@@ -322,7 +322,7 @@ def test_what_a_site_does_not_carry_out(tmp_path):
     assert "is not in" in asked(site, session, Deploy(message, write=True), version="0" * 32)["refused"]
     assert "not names of a run" in asked(site, session, Deploy(message, write=True), version="../../etc")["refused"]
     assert "no site does" in read(site.answer(write({"do": "shell", "session": session})))["refused"]
-    assert "no request" in read(site.answer(write([1])))["refused"]
+    assert "not a request" in read(site.answer(write([1])))["refused"]
     assert "refused" in read(site.answer(b"\0" * 30))
 
 
