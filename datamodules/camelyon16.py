@@ -114,7 +114,7 @@ class Bags(Dataset[Any]):
         seed: Seed of the choice of tiles of a slide that has more.
 
     Raises:
-        ValueError: From an access, if a file is no such array; the message names it.
+        ValueError: From an access, if a file is not such an array; the message names it.
 
     Example:
         >>> from pathlib import Path

@@ -246,7 +246,7 @@ def in_time(column: str, cells: Sequence[float | str]) -> np.ndarray:
         try:
             wrong = next((word for word in words if word not in ("", "NaT") and not DATE.match(word)), None)
             if wrong is not None:  # numpy reads 20200401 as a year, and "today" as the day of the run
-                raise ValueError(f"{wrong!r} is no such date")
+                raise ValueError(f"{wrong!r} is not such a date")
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*timezone")  # numpy takes the offset from UTC off
                 dates = np.array(words, dtype="datetime64[us]")

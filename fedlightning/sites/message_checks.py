@@ -150,7 +150,7 @@ class Texts:
 
 
 def _known_kind(error: BaseException) -> str:
-    """Return the name of the first class of an error that is no user's: code can make a class with any name."""
+    """Return the name of the first class of an error that is not a user's: code can make a class with any name."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] in KNOWN)
 
 
