@@ -32,13 +32,13 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks import client_dp_checks as checks
 from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
-from fedlightning.callbacks.shared.private_options import Accountant, Clip, Delta, NoiseMultiplier, Private, Scores
+from fedlightning.callbacks.shared.private_options import Accountant, Clip, Delta, Noise, Private, Scores, some_noise
 from fedlightning.callbacks.shared.secret_noise import digest_of, normal, uniform, with_noise
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 from fedlightning.callbacks.shared.spending import KNOWN, releases_in, write_spending
 from fedlightning.callbacks.shared.sum_noise import PLACE, SumNoise
 from fedlightning.privacy.release import Release, store, stored
-from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare, Range, idle_with, needs
+from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare, Range, idle_with, make_init, needs
 from fedlightning.tensors import as_reals, entry_kinds, narrow, widen
 from fedlightning.tensors.memory import PIECE
 
@@ -156,6 +156,18 @@ OF_UPDATES = (*OF_OPTIONS, "check_update", "denominator")
 """Methods that work on single updates or their mean, which SecureAggregation makes."""
 
 
+@some_noise
+@needs(
+    "shares",
+    "where",
+    "they are of clients whose noise together is that of the mean. Leave them out.",
+    value="masked",
+)
+@needs("where", "shares", "that many shares of clients together are the noise of the mean. Give both, or neither.")
+@idle_with("rate", "where", "masked", "a sum shows by its noise how many took part. Leave it out, or take 'server'.")
+@idle_with("quantile", "where", "masked", "nobody covers a count there. Leave it out, or take where='server'.")
+@idle_with("accountant", "where", "masked", "its noise is bounded by Rényi divergences. Take accountant='rdp'.")
+@make_init
 class ClientDP(ClientSelection, Private):
     r"""Differential privacy of clients: nobody can tell from the models whether a client took part (DP-FedAvg).
 
@@ -231,47 +243,29 @@ class ClientDP(ClientSelection, Private):
     scored = ("scores", "logged")
     rank = 1000  # adds noise to what everybody else has made of a mean
 
-    @needs(
-        "shares",
-        "where",
-        "they are of clients whose noise together is that of the mean. Leave them out.",
-        value="masked",
-    )
-    @needs("where", "shares", "that many shares of clients together are the noise of the mean. Give both, or neither.")
-    @idle_with(
-        "rate", "where", "masked", "a sum shows by its noise how many took part. Leave it out, or take 'server'."
-    )
-    @idle_with("quantile", "where", "masked", "nobody covers a count there. Leave it out, or take where='server'.")
-    @idle_with("accountant", "where", "masked", "its noise is bounded by Rényi divergences. Take accountant='rdp'.")
-    def __init__(
-        self,
-        delta: Delta,
-        noise_multiplier: NoiseMultiplier | None = None,
-        epsilon: PositiveFloat | None = None,
-        clip: Clip = 1.0,
-        rate: PositiveShare = 1.0,
-        accountant: Accountant = "rdp",
-        ledger: str | None = None,
-        noise_seed: int | None = None,
-        quantile: Annotated[float, Range("(0, 1)")] | None = None,
-        clip_lr: PositiveFloat = 0.2,
-        where: Literal["server", "masked"] = "server",
-        shares: PositiveInt | None = None,
-        scores: Scores = "withheld",
-    ) -> None:
-        super().__init__(delta, noise_multiplier, epsilon, clip, accountant, ledger, noise_seed, scores)
-        self.rate, self.quantile, self.clip_lr, self.where, self.shares = rate, quantile, clip_lr, where, shares
-        self.in_sum = shares or 0
+    delta: Delta
+    noise_multiplier: Noise | None = None
+    epsilon: PositiveFloat | None = None
+    clip: Clip = 1.0
+    rate: PositiveShare = 1.0
+    accountant: Accountant = "rdp"
+    ledger: str | None = None
+    noise_seed: int | None = None
+    quantile: Annotated[float, Range("(0, 1)")] | None = None
+    clip_lr: PositiveFloat = 0.2
+    where: Literal["server", "masked"] = "server"
+    shares: PositiveInt | None = None
+    scores: Scores = "withheld"
 
     @property
     def facts(self) -> Facts:
         """It bounds one mean of synchronous rounds."""
-        needs = [checks.OF_A_SUM if self.in_sum else checks.BOUNDED]
+        needs = [checks.OF_A_SUM if self.shares else checks.BOUNDED]
         return super().facts.extend(changes={Change.ABSENCE}, needs=needs, asynchronous=False)
 
     def claims(self, name: str) -> bool:
         """Return True if this callback has such a method, and needs it with its options."""
-        if self.in_sum and name in OF_UPDATES:
+        if self.shares and name in OF_UPDATES:
             return False
         return super().claims(name) and not (name in OF_OPTIONS and self.quantile is None)
 
@@ -290,7 +284,7 @@ class ClientDP(ClientSelection, Private):
         """What epsilon says, of readers of the models and of the run's folder, and of the server where it sees sums only."""
         what, left = "whether a client took part, beyond epsilon", "sizes, test scores, failures"
         secret = "checkpoints/last and clients' models stay secret"
-        if self.in_sum:
+        if self.shares:
             kept = f"it keeps to the protocol, {self.shares} clients stay"
             everybody = Promise("who reads models or the folder", what, secret, f"{left}, participants")
             return (Promise("the server", what, kept, f"{left}, participants"), everybody)
@@ -310,12 +304,9 @@ class ClientDP(ClientSelection, Private):
         checks.refuse_fixed_draws(setup)
         refuse_other_ways(self, setup, "neither bounds nor covers with noise")
         checks.refuse_uncovered(setup)
-        checks.refuse_other_sum(setup, self._in_sum(setup.run.max_rounds) if self.in_sum else None)
-        self.warn_of_few(setup, len(setup.run.clients), "clients")
-
-    def warn_of_few(self, setup: Setup, count: int, what: str) -> None:
-        """Warn of few clients, whose noise drowns what they learn, too."""
-        super().warn_of_few(setup, count, what)
+        checks.refuse_other_sum(setup, self._in_sum(setup.run.max_rounds) if self.shares else None)
+        count = len(setup.run.clients)
+        self.warn_of_few(setup, count, "clients")
         if count < FEW:
             setup.warn(
                 f"ClientDP hides one of {count} clients: the noise that this takes is as large as what they have learnt "
@@ -355,17 +346,11 @@ class ClientDP(ClientSelection, Private):
         checks.refuse_other_options(kept["given"], given)
         return kept if self.quantile is not None else kept | {"clip": self.clip}  # a resumed run may have another one
 
-    def epsilon_after(self, rounds: int, noise_multiplier: float | None = None) -> float:
-        """Return what a number of rounds spends, at :attr:`delta`.
-
-        Args:
-            rounds: Rounds, each a release.
-            noise_multiplier: ``z``; default: the one that was given.
-        """
-        noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
-        if noise is None:
+    def epsilon_after(self, rounds: int) -> float:
+        """Return what a number of rounds, each a release, spends with the `noise_multiplier` that was given."""
+        if self.noise_multiplier is None:
             raise ValueError("ClientDP solves for the noise when a run starts. Give noise_multiplier to ask before.")
-        return self.epsilon_of([(noise, self.rate, rounds)])
+        return self.epsilon_of([(self.noise_multiplier, self.rate, rounds)])
 
     def _ledger(self, server: Server) -> Ledger:
         return Ledger(self.ledger, "clients", self._own(server)["secret"])
@@ -407,7 +392,7 @@ class ClientDP(ClientSelection, Private):
         drawn = uniform(self._own(server)["secret"], f"{server.round}|participants", len(server.clients))
         pairs = zip(server.clients, drawn.tolist(), strict=True)
         there = {client for client in server.clients if server.is_reachable(client) and server.num_samples[client]}
-        if self.in_sum and self._releases(server):
+        if self.shares and self._releases(server):
             return []  # a second sum of the same shares of noise would show the change of who is in one of them
         return [client for client, coin in pairs if coin < self.rate and client in there]
 
@@ -438,7 +423,7 @@ class ClientDP(ClientSelection, Private):
         clip = self.clip if self.quantile is None else float(client.message.extras[self.key]["clip"])
         moved = [name for name in update.state if name in trainable]
         factor, within = factor_of(moved, sent, update.state, clip)
-        if self.in_sum:
+        if self.shares:
             client.scratch[PLACE] = self._in_sum(client.max_rounds, self._secret(client), str(client.visit))
         if self.quantile is not None and client.message.work != 0:
             update.extras[self.key] = {"within": torch.tensor(int(within))}
@@ -453,7 +438,7 @@ class ClientDP(ClientSelection, Private):
 
     def _in_sum(self, max_rounds: int, secret: str = "", address: str = "") -> SumNoise:
         noise = self.noise_for(self.rate, max_rounds)
-        return SumNoise(noise, self.in_sum, self.clip, secret, address, self.noise_seed is None)
+        return SumNoise(noise, self.shares or 0, self.clip, secret, address, self.noise_seed is None)
 
     def on_update(self, server: Server, update: Update) -> None:
         """Count whose change was no longer than ``C``."""
@@ -495,7 +480,7 @@ class ClientDP(ClientSelection, Private):
             further = next_clip(clip, own["count"] + of_count * drawn, expected, self.quantile, self.clip_lr)
             z = noise_of_changes(z, of_count)
         noisy = {name: mean[name] for name in names if name in state}  # where the noise is in the sum
-        if not self.in_sum:
+        if not self.shares:
             noisy = with_noise(mean, z * clip / expected, own["secret"], f"{server.round}|noise", bound)
         found = {name: narrow(value, server.model[name]) for name, value in noisy.items()}
         release, known = Release(self._place(server) + digest[:24], found, further), self._releases(server)
@@ -517,6 +502,11 @@ class ClientDP(ClientSelection, Private):
         written = {row[-1] for row in rows}
         with ledger.held([(*step, 1)], release) as others:
             counted = set(ledger.releases)  # those of a copy of this run, too
+            if any(name.startswith(self._place(server)) for name in counted - {release}):
+                raise ValueError(
+                    f"Round {server.round + 1} is being released by a copy of this run too, and comes out differently there. "
+                    "End one of the two, and resume the other."
+                )
             if ledger.path is not None and (written - {release} - counted or (server.round > 0 and not counted)):
                 raise forgotten(ledger.path)
             spent, known = self._spent(server, ledger, others)

@@ -7,7 +7,6 @@ The loader that a plain Trainer is about to train on: the one place that looks a
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -38,13 +37,13 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks import sample_dp_checks as checks
 from fedlightning.callbacks.sample_dp_checks import added, count, patients_of
-from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
+from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten, spent_in
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
-from fedlightning.callbacks.shared.private_options import Accountant, Clip, Delta, NoiseMultiplier, Private, Scores
+from fedlightning.callbacks.shared.private_options import Accountant, Clip, Delta, Noise, Private, Scores, some_noise
 from fedlightning.callbacks.shared.record_gradients import Began, RecordGradients, all_of
-from fedlightning.callbacks.shared.secret_noise import MAKER, digest_of, with_noise
+from fedlightning.callbacks.shared.secret_noise import digest_of, with_noise
 from fedlightning.callbacks.shared.spending import merged, write_told
-from fedlightning.ranges import PositiveFloat, PositiveInt
+from fedlightning.ranges import PositiveFloat, PositiveInt, make_init
 from fedlightning.tensors import entry_kinds
 
 
@@ -67,23 +66,6 @@ def replaced_train_loader(trainer: Trainer, change: Callable[[Any], Any]) -> Cal
     own = vars(owner).get(name)
     setattr(owner, name, lambda: change(method()))
     return lambda: delattr(owner, name) if own is None else setattr(owner, name, own)
-
-
-def add_to(digest: Any, value: Any) -> None:
-    """Add a tree of tensors and plain values to a hash; of other objects their class, which is the same in each process."""
-    if isinstance(value, Mapping):
-        for name in sorted(value, key=str):
-            digest.update(f"|{name}=".encode())
-            add_to(digest, value[name])
-    elif isinstance(value, list | tuple):
-        for one in value:
-            add_to(digest, one)
-    elif isinstance(value, torch.Tensor):
-        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        digest.update(f"|{value!r}".encode())
-    else:
-        digest.update(f"|{type(value).__qualname__}".encode())
 
 
 SURE = 3.0
@@ -136,6 +118,8 @@ COVERED = Need(
 Vectors = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
+@some_noise
+@make_init
 class SampleDP(TrainingData, Private):
     r"""Differential privacy of the records that a model trains on (DP-SGD).
 
@@ -197,32 +181,27 @@ class SampleDP(TrainingData, Private):
     covers_training = True
     noised = ("entries", "models", "means")
 
-    def __init__(
-        self,
-        delta: Delta,
-        noise_multiplier: NoiseMultiplier | None = None,
-        epsilon: PositiveFloat | None = None,
-        clip: Clip = 1.0,
-        accountant: Accountant = "rdp",
-        ledger: str | None = None,
-        noise_seed: int | None = None,
-        unit: Literal["record", "patient"] = "record",
-        most: PositiveInt = 16,
-        scores: Scores = "withheld",
-        means_noise: NoiseMultiplier = 10.0,
-        means_clip: Clip = 1.0,
-    ) -> None:
-        super().__init__(delta, noise_multiplier, epsilon, clip, accountant, ledger, noise_seed, scores)
-        self.unit, self.most, self.means_noise, self.means_clip = unit, most, means_noise, means_clip
+    delta: Delta
+    noise_multiplier: Noise | None = None
+    epsilon: PositiveFloat | None = None
+    clip: Clip = 1.0
+    accountant: Accountant = "rdp"
+    ledger: str | None = None
+    noise_seed: int | None = None
+    unit: Literal["record", "patient"] = "record"
+    most: PositiveInt = 16
+    scores: Scores = "withheld"
+    means_noise: Noise = 10.0
+    means_clip: Clip = 1.0
+
+    def __post_init__(self) -> None:
         self._fit: RecordGradients | None = None
-        self._sampler: PoissonBatches | None = None
         self._ended: RecordGradients | None = None
+        self._sampler: PoissonBatches | None = None
         self._began: Began | None = None
         self._undo: list[Callable[[], None]] = []
-        self._secret = ""
-        self._entry = Ledger(None, "", "")
         self._history: list[list[float]] = []
-        self._loaded = False
+        self._secret, self._loaded, self._entry = "", False, Ledger(None, "", "")
 
     @property
     def facts(self) -> Facts:
@@ -250,11 +229,12 @@ class SampleDP(TrainingData, Private):
         self.warn_of_few(setup, least, "records of a client")
 
     def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
-        """Refuse several runs that each solve for the noise with which they spend all of one ledger's `epsilon`."""
-        alike = (one for one, _ in runs if isinstance(one, SampleDP) and one.ledger == self.ledger)
-        solved = sum(not one.noise_multiplier for one in alike)
-        if self.ledger is not None and self.epsilon is not None and solved > 1:
-            self.refuse_beyond(math.inf, solved)
+        """Refuse them if the ledger's `epsilon` is spent, or not whole where a run solves for the noise that spends it."""
+        if self.ledger is not None:
+            alike = [one for one, _ in runs if isinstance(one, SampleDP) and one.ledger == self.ledger]
+            solved = sum(not one.noise_multiplier for one in alike)
+            before = max(map(self.epsilon_of, spent_in(self.ledger)), default=0.0)
+            self.refuse_beyond(math.inf if solved + (before > 0) > 1 and solved else before, len(alike))
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse sites without a ledger, which a server could make forget what they have spent."""
@@ -286,15 +266,12 @@ class SampleDP(TrainingData, Private):
             checks.refuse_forgetting(self.ledger, self.noise_seed)
         if "secret" not in client.state.get(self.key, {}):
             client.state[self.key] = {"secret": self.new_secret(client.id), "history": []}
-        came = hashlib.sha256()
         # Done again with other options, a round must not scale the same noise to another length.
-        if self.noise_seed is None:
-            add_to(came, [self.noise_multiplier, self.epsilon, self.clip, MAKER])
+        options = [self.noise_multiplier, self.epsilon, self.clip] if self.noise_seed is None else []
         # All that this visit starts from: what came, and what the client keeps. Where a server lets two visits of one number
         # start from two records, each is counted.
-        message, kept = client.message, client.training_state
-        add_to(came, [client.entries, client.training_extras, message.work, message.tag, kept])
-        client.scratch[self.key] = f"{client.visit}|{came.hexdigest()}"
+        came = [client.entries, client.training_extras, client.message.work, client.message.tag, client.training_state]
+        client.scratch[self.key] = f"{client.visit}|{digest_of(options, came)}"
 
     def training_batches(self, client: Client, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return Poisson batches of the client's records."""
@@ -485,7 +462,9 @@ class SampleDP(TrainingData, Private):
         client.withhold_data("")
         exact = sums_by_class(vectors(), classes, self.means_clip)
         client.withhold_data(self.key)
-        self._release(file, kept["history"], (self.means_noise, 1.0, 1), digest_of("means", exact)[:24])
+        self._release(
+            file, kept["history"], (self.means_noise, 1.0, 1), digest_of(f"{kept['secret']}|means", exact)[:24]
+        )
         count(client, self.key, (self.means_noise, 1.0, 1))
         client.covered_means = released_means(exact, self.means_clip, self.means_noise, kept["secret"], address)
         return client.covered_means
@@ -522,10 +501,8 @@ class SampleDP(TrainingData, Private):
         for client in () if server.sites else server.clients:
             file = self._file(client, server.blueprint.settings.folder_of(client))
             if file.path is not None and file.path.exists():
-                with (
-                    suppress(ValueError),
-                    file.held(None) as every,
-                ):  # of a damaged file the client has told, and failed
+                # Of a damaged file the client has told, and failed.
+                with suppress(ValueError), file.held(None) as every:
                     kept["epsilon"][client] = max(float(self._as_told(every)), kept["epsilon"].get(client, 0.0))
         if kept["epsilon"]:
             self._write(server, kept)
@@ -562,12 +539,9 @@ class SampleDP(TrainingData, Private):
         self._began = all_of(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been spent in a plain Trainer; the secret is in no checkpoint."""
-        return {"history": self._spent()} if self._client is None else {}
-
-    def _spent(self) -> list[list[float]]:
-        """Return the steps of all fits, those of the one that runs too."""
-        return self._history if self._fit is None else added(self._history, self._fit.counted)
+        """Return what all fits have spent in a plain Trainer, one that runs too; the secret is in no checkpoint."""
+        spent = self._history if self._fit is None else added(self._history, self._fit.counted)
+        return {"history": spent} if self._client is None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting from a checkpoint of a plain Trainer; raise ValueError if there is a count already."""

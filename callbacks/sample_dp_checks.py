@@ -185,6 +185,12 @@ def refuse_plain(trainer: Trainer, module: LightningModule, unit: str) -> None:
         raise ValueError(
             f"SampleDP draws the batches of a whole fit: reload_dataloaders_every_n_epochs={reload} is 0 then."
         )
+    entries = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    if others := sorted(module.state_dict().keys() - {name for name, _ in entries}):
+        raise ValueError(
+            f"Checkpoints would hold '{others[0]}', no parameter or buffer (a metric's state, get_extra_state): what "
+            "training writes into it has no noise. Leave it out of the state (metric.persistent(False))."
+        )
     refuse_coupled(str(getattr(getattr(trainer, "datamodule", None), "coupled_records", "")))
     refuse_trainer(module, lambda name, default: getattr(trainer, name, default), len(trainer.optimizers))
     if trainer.world_size > 1:

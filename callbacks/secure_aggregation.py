@@ -39,7 +39,7 @@ from fedlightning.callbacks.shared.private_options import Private
 from fedlightning.callbacks.shared.secret_noise import digest_of
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 from fedlightning.callbacks.shared.sum_noise import PLACE, SumNoise
-from fedlightning.ranges import PositiveFloat, Range
+from fedlightning.ranges import PositiveFloat, Range, make_init
 from fedlightning.tensors import add_row, as_reals, has_mean, widen
 from fedlightning.tensors.memory import PIECE
 
@@ -90,6 +90,7 @@ ONE_SUM = Need(
 )
 
 
+@make_init
 class SecureAggregation(SumCodec):
     r"""Secure aggregation by pairwise masks: the server sees random integers, and opens nothing but their sum.
 
@@ -147,15 +148,9 @@ class SecureAggregation(SumCodec):
         "not rest on it"
     )
 
-    def __init__(
-        self,
-        threshold: Annotated[float, Range("(0.5, 1]")] = 2 / 3,
-        clip: PositiveFloat = 8.0,
-        bits: Literal[16, 32, 64] = 32,
-    ) -> None:
-        self.threshold = threshold
-        self.clip = clip
-        self.bits = bits
+    threshold: Annotated[float, Range("(0.5, 1]")] = 2 / 3
+    clip: PositiveFloat = 8.0
+    bits: Literal[16, 32, 64] = 32
 
     @property
     def promises(self) -> Sequence[Promise]:
@@ -288,7 +283,7 @@ class SecureAggregation(SumCodec):
 
     def _needed(self, server: Server, asked: Sequence[str]) -> int:
         """Return how many have to stay: the threshold, or as many as the noise of the sum takes."""
-        shares = (one.in_sum for one in server.callbacks if isinstance(one, Private))
+        shares = (one.shares or 0 for one in server.callbacks if isinstance(one, Private))
         return max(self.survivors(len(asked)), *shares, 0)
 
     def _refuse_few(
@@ -335,10 +330,8 @@ class SecureAggregation(SumCodec):
             raise ValueError("it holds entries in the clear beside SecureAggregation")
         sent, came = update.extras.get(self.key, {}), message.extras.get(self.key, {})
         if message.tag in (SHARES, OPEN):
-            found, asked = (
-                sent[message.tag],
-                set(came["there"]) if message.tag == OPEN else {*came["keys"]} - {message.client},
-            )
+            found = sent[message.tag]
+            asked = set(came["there"]) if message.tag == OPEN else {*came["keys"]} - {message.client}
             if set(found) != asked or any(one.dtype != torch.uint8 or one.dim() != 1 for one in found.values()):
                 raise ValueError(f"its shares are not bytes for each of {len(asked)} clients")
         if message.tag == KEYS and (sent[KEYS].dtype != torch.uint8 or len(sent[KEYS]) != masking.ADVERTISED):

@@ -14,6 +14,8 @@ import numpy as np
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
+from fedlightning.errors import listed
+
 SPLITS = ("train", "val", "test")
 
 
@@ -117,7 +119,17 @@ class FederatedDataModule(LightningDataModule, ABC):
     @property
     def coupled_records(self) -> str:
         """How features of a client's record depend on its other records, and a way out, in sentences; empty: they do not."""
-        return ""
+        if not self.named_by_file:
+            return ""
+        return (
+            f"which words and classes have a number is taken from all records here. Give {listed(self.named_by_file)}, which "
+            "are then the same whatever the records are."
+        )
+
+    @property
+    def public_is_compared(self) -> bool:
+        """Whether samples of clients are left out of public data that are another data set."""
+        return False
 
     @property
     def input_names(self) -> list[str] | None:

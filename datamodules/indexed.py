@@ -483,6 +483,10 @@ class IndexedFederatedDataModule(FederatedDataModule):
         positions = np.sort(np.concatenate(parts))
         return loader_of(source.dataset, positions, options, self.seed, self._public_labels)
 
+    @property
+    def public_is_compared(self) -> bool:
+        return self._another is not None and self._another.checked
+
     def public_report(self) -> dict[str, Any] | None:
         report = super().public_report()
         if report is None:

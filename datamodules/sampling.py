@@ -378,6 +378,12 @@ def gives_batches(loader: Any) -> bool:
     return no_batches and not isinstance(loader.sampler, BatchSampler)
 
 
+def each_once(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader that gives each sample of a data set once, whatever its sampler leaves out or repeats."""
+    workers = {"num_workers": loader.num_workers, "worker_init_fn": loader.worker_init_fn}
+    return DataLoader(loader.dataset, loader.batch_size, collate_fn=loader.collate_fn, **workers)  # type: ignore[arg-type]
+
+
 def samples_in(loader: DataLoader[Any] | None) -> int:
     """Return the samples of a loader: the size of its dataset, or where that gives batches, what one pass counts in them."""
     if loader is None:

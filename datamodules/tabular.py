@@ -391,7 +391,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     @property
     def coupled_records(self) -> str:
         if not self._scaled_by_rows:
-            return ""
+            return super().coupled_records
         return (
             f"{self._scaled_by_rows[0]!r} is scaled by the mean and deviation of all rows of a client (scale: local). Give "
             "statistics of a public sample for such columns, or scale: none."

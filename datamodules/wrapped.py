@@ -105,6 +105,10 @@ class WrappedDataModule(FederatedDataModule):
     def public_dataloader(self) -> DataLoader[Any] | None:
         return self.whole.public_dataloader()
 
+    @property
+    def public_is_compared(self) -> bool:
+        return self.whole.public_is_compared
+
     def public_report(self) -> dict[str, Any] | None:
         return self.whole.public_report()
 

@@ -1,4 +1,4 @@
-"""The command line of a project: :class:`FederatedCLI`, in the place of LightningCLI."""
+"""The command line of a project: LightningCLI for a federation."""
 
 from __future__ import annotations
 

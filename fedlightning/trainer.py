@@ -1,4 +1,4 @@
-"""What a user holds: :class:`FederatedTrainer`."""
+"""The user-facing trainer."""
 
 from __future__ import annotations
 

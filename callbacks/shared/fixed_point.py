@@ -1,4 +1,4 @@
-"""Numbers as integers of a ring, so that sums are exact: :class:`FixedPoint`."""
+"""Numbers as integers of a ring, so that sums are exact."""
 
 from __future__ import annotations
 
@@ -41,11 +41,6 @@ class FixedPoint:
     def levels(self) -> int:
         """The integer that stands for `clip` where one client has the whole share."""
         return min(2 ** (self.bits - 1) - 1 - self.clients, MOST_LEVELS)
-
-    @property
-    def rounding(self) -> float:
-        """The most by which a sum is wrong."""
-        return self.clip * self.clients / (2 * self.levels)
 
     def encode(self, parts: Iterable[Tensor], share: float) -> np.ndarray:
         """Return a client's integers, unsigned; the last one says what part of the numbers was beyond the bound.

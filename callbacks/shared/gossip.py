@@ -1,4 +1,4 @@
-"""What methods share in which clients talk to their neighbours and there is no server: :class:`Gossip`."""
+"""Base of methods in which clients talk to their neighbours and there is no server."""
 
 from __future__ import annotations
 

@@ -127,10 +127,8 @@ def share(
     others = {client: box_key(text) for client, text in told.items() if client != me}
     boxes = masks.agreed(bytes.fromhex(kept["box"]), others, "shares")
     sealed = {client: masks.as_tensor(masks.seal(key, both[client], me < client)) for client, key in boxes.items()}
-    own = {
-        "keys": {client: mask_key(text).hex() for client, text in told.items()},
-        "boxes": {client: key.hex() for client, key in boxes.items()},
-    }
+    own = {"keys": {client: mask_key(text).hex() for client, text in told.items()}}
+    own["boxes"] = {client: key.hex() for client, key in boxes.items()}
     return {**kept, **own, "threshold": threshold, "held": {me: both[me].hex()}}, sealed
 
 
@@ -165,9 +163,8 @@ def add_own_masks(total: np.ndarray, kept: Mapping[str, Any], me: str) -> None:
     """
     others = {client: bytes.fromhex(kept["keys"][client]) for client in kept["round"] if client != me}
     between = masks.agreed(bytes.fromhex(kept["mask"]), others, "mask").items()
-    masks.add_masks(
-        total, [(bytes.fromhex(kept["seed"]), 1), *((seed, 1 if me < client else -1) for client, seed in between)]
-    )
+    signed = ((seed, 1 if me < client else -1) for client, seed in between)
+    masks.add_masks(total, [(bytes.fromhex(kept["seed"]), 1), *signed])
 
 
 def reveal(kept: Mapping[str, Any], me: str, there: Mapping[str, Tensor]) -> dict[str, Tensor]:

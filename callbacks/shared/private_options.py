@@ -13,7 +13,7 @@ from fedlightning.callbacks.shared.spending import accountant_of, merged, most_t
 from fedlightning.ranges import Range, at_least_one
 
 Delta = Annotated[float, Range("(0, 1)")]
-NoiseMultiplier = Annotated[float, Range("(0, 1e6]", "More leaves nothing of a model.")]
+Noise = Annotated[float, Range("(0, 1e6]", "More leaves nothing of a model.")]
 Clip = Annotated[float, Range("[1e-12, 1e12]")]
 """Of what single precision holds the squares, noise and all."""
 Accountant = Literal["rdp", "prv"]
@@ -23,44 +23,28 @@ UNCOUNTED = "accounts for updates only: sums before round 1 would leave without 
 NO_SELECTION = Need("gives no client's score away", ("ModelSelection",), "take the model of the last round")
 
 
+some_noise = at_least_one(
+    "noise_multiplier", "epsilon", why="they say how much noise there is. Give one of them, or both."
+)
+"""The rule of both arguments."""
+
+
 class Private(Protection):
-    """Base of callbacks that add noise and account for it; the arguments are explained there.
+    """Base of callbacks that add noise and account for it; the arguments are declared and explained there."""
 
-    Args:
-        delta: Probability with which the guarantee may fail.
-        noise_multiplier: Noise multiplier.
-        epsilon: The budget.
-        clip: Length to which is cut.
-        accountant: Name of Opacus' accountant.
-        ledger: Folder of what all runs have spent.
-        noise_seed: A fixed seed in the place of the secret.
-        scores: Whether validation scores leave.
-
-    Raises:
-        ValueError: If neither `noise_multiplier` nor `epsilon` is given.
-    """
-
-    in_sum: int = 0
-    """Shares of noise that a masked sum takes; 0: the noise is no part of one."""
+    delta: float
+    noise_multiplier: float | None
+    epsilon: float | None
+    accountant: Accountant
+    ledger: str | None
+    noise_seed: int | None
+    scores: Scores
+    shares: int | None = None
+    """Shares of noise that a masked sum takes; `None`: the noise is no part of one."""
     noised: Sequence[str] = ("entries",)
     """Kinds of items that get noise."""
     scored: Sequence[str] = ("scores",)
     """Kinds of items that leave if `scores` says so."""
-
-    @at_least_one("noise_multiplier", "epsilon", why="they say how much noise there is. Give one of them, or both.")
-    def __init__(
-        self,
-        delta: float,
-        noise_multiplier: float | None,
-        epsilon: float | None,
-        clip: float,
-        accountant: Accountant,
-        ledger: str | None,
-        noise_seed: int | None,
-        scores: Scores,
-    ) -> None:
-        self.delta, self.noise_multiplier, self.epsilon, self.clip = delta, noise_multiplier, epsilon, clip
-        self.accountant, self.ledger, self.noise_seed, self.scores = accountant, ledger, noise_seed, scores
 
     @property
     def facts(self) -> Facts:

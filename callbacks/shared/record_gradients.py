@@ -6,7 +6,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,6 +32,8 @@ SMALL = 1e-13
 """Length of a factor below which single precision loses the squares that it is made of: it counts as so long."""
 PART = 4096
 """Numbers whose squares are added up in single precision: of more, the length would come out too short."""
+TRIED = 3
+"""Records of a batch whose gradients are compared with those that each has alone."""
 HUGE = 1e15
 """Length of a factor beyond which the product of two, cut to the bound, could lose more than that to single precision."""
 
@@ -95,6 +97,7 @@ def _lengths(rows: Tensor) -> Tensor:
     return torch.cat([parts, rows[:, whole:].norm(dim=1, keepdim=True)], dim=1).double().norm(dim=1)
 
 
+@dataclass(eq=False, repr=False)
 class RecordGradients:
     """Per-record gradients of a module, and the private gradient that is made of them.
 
@@ -109,29 +112,24 @@ class RecordGradients:
         began: What the fit began with (:func:`all_of`); `None`: as the module is now.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        sampler: PoissonBatches,
-        clip: float,
-        noise_multiplier: float,
-        secret: str,
-        address: str,
-        room: int,
-        began: Began | None = None,
-    ) -> None:
-        self.module, self.sampler = module, sampler
-        self.clip, self.noise_multiplier = clip, noise_multiplier
-        self.steps, self.room = 0, room
-        self.size = 0
-        self._secret, self._address = secret, address
+    module: LightningModule
+    sampler: PoissonBatches
+    clip: float
+    noise_multiplier: float
+    secret: str
+    address: str
+    room: int
+    began: InitVar[Began | None] = None
+
+    def __post_init__(self, began: Began | None) -> None:
+        self.steps = self.size = 0
         self._due = False
         self._owners: np.ndarray | None = None
         self._place = (0, 0)  # epoch and batch: after a resume in the middle of an epoch batch_idx says something else
         self._looked_at: set[int] = set()
         self._tried = -1  # the last epoch of which a batch was tried
-        self._left, self._before = began or all_of(module)  # the first is what the last step has left
-        self._hooks = hooks_on(module)
+        self._left, self._before = began or all_of(self.module)  # the first is what the last step has left
+        self._hooks = hooks_on(self.module)
         self._released = hashlib.sha256()
 
     @property
@@ -170,7 +168,7 @@ class RecordGradients:
             ValueError: If it mixes them.
         """
         epoch, place = self._place
-        coins = uniform(self._secret, f"{self._address}|tried in epoch {epoch}", 2)
+        coins = uniform(self.secret, f"{self.address}|tried in epoch {epoch}", 2)
         first = coins[0] * min(self.sampler.batches, self.room)
         if self._tried == epoch or place <= first or self.size < 2 or coins[1] > share:
             return
@@ -230,14 +228,10 @@ class RecordGradients:
         if fresh and self.size:
             refuse_other_parts(self.module, chosen, samples)
             self._looked_at |= fresh
-        samples = [None if one is None else self._by_unit(one) for one in samples]
-        norms = torch.stack([one.lengths() for one in samples if one is not None] or [torch.zeros(1)])
+        samples = [self._by_unit(one) for one in samples]
+        norms = torch.stack([one.lengths() for one in samples] or [torch.zeros(1)])
         factor = _factors(norms.square().sum(0).sqrt(), self.clip, self.size)
-        sums = [
-            torch.zeros_like(as_reals(parameter)) if one is None else one.total(factor)
-            for parameter, one in zip(chosen, samples, strict=True)
-        ]
-        self._cover(chosen, sums)
+        self._cover(chosen, [one.total(factor) for one in samples])
         self._hooks.set_grad_sample_to_none()
         self.steps += 1
 
@@ -252,12 +246,12 @@ class RecordGradients:
 
     def _cover(self, chosen: list[nn.Parameter], sums: list[Tensor]) -> None:
         """Add the noise, which is bound to what it covers: two sums never share theirs."""
-        digest = digest_of("", {f"{index:06}": one for index, one in enumerate(sums)})
-        address = f"{self._address}|step {self.steps}|{digest}"
+        digest = digest_of(sums)
+        address = f"{self.address}|step {self.steps}|{digest}"
         self._released.update(address.encode())
         expected = self.sampler.units * self.sampler.rate
         for index, (parameter, one) in enumerate(zip(chosen, sums, strict=True)):
-            noise = normal(self._secret, f"{address}|{index}", one.shape).mul_(self.noise_multiplier * self.clip)
+            noise = normal(self.secret, f"{address}|{index}", one.shape).mul_(self.noise_multiplier * self.clip)
             parameter.grad = narrow(noise.to(one.device).add_(one).div_(expected), parameter)
 
     def close(self) -> None:
@@ -265,9 +259,7 @@ class RecordGradients:
         self._hooks.cleanup()
 
 
-def refuse_other_parts(
-    module: LightningModule, chosen: Sequence[nn.Parameter], samples: Sequence[Samples | None]
-) -> None:
+def refuse_other_parts(module: LightningModule, chosen: Sequence[nn.Parameter], samples: Sequence[Samples]) -> None:
     """Refuse a gradient that is not the mean of the gradients of records: the rest would be lost.
 
     Raises:
@@ -275,9 +267,7 @@ def refuse_other_parts(
     """
     for parameter, one in zip(chosen, samples, strict=True):
         whole = as_reals(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        mean = torch.zeros_like(whole)
-        if one is not None:
-            mean = one.total(torch.full((len(one),), 1.0 / len(one), device=whole.device)).to(one.left.dtype)
+        mean = one.total(torch.full((len(one),), 1.0 / len(one), device=whole.device)).to(one.left.dtype)
         if not _close(mean, whole):
             name = next(name for name, value in module.named_parameters() if value is parameter)
             raise ValueError(
@@ -432,12 +422,7 @@ def _right_for_options(kernels: dict[Any, Any], by_forward: Callable[..., Any]) 
 
 
 def refuse_mixed_records(
-    module: LightningModule,
-    batch: Any,
-    owner: str,
-    alone: Sequence[Any] | None = None,
-    most: int = 3,
-    trainer: Trainer | None = None,
+    module: LightningModule, batch: Any, owner: str, alone: Sequence[Any] | None = None, trainer: Trainer | None = None
 ) -> None:
     """See that the gradient of a record in a batch is that of the record alone.
 
@@ -449,7 +434,6 @@ def refuse_mixed_records(
         batch: A batch on its device.
         owner: Who asks.
         alone: The first records, each as a batch of its own; default: cut from the batch.
-        most: Records to try.
         trainer: The Trainer of a fit that goes on, which the module may ask for its epoch.
 
     Raises:
@@ -464,7 +448,7 @@ def refuse_mixed_records(
     try:
         with torch.enable_grad(), probes.probing(tried, Precision(), 0, "records"):
             hooks = hooks_on(tried)
-            most = min(count, most if alone is None else len(alone))
+            most = min(count, TRIED if alone is None else len(alone))
             together = _gradients(tried, hooks, trainable, batch, count, most)
             refuse_other_parts(tried, trainable, [_samples_of(hooks, parameter, count) for parameter in trainable])
             refuse_changed(tried, before)
@@ -509,21 +493,15 @@ def _gradients(
     hooks.set_grad_sample_to_none()
     module.zero_grad()
     probes.training_loss(module, batch).backward()
-    found = [_samples_of(hooks, parameter, count) for parameter in trainable]
-    return [
-        torch.zeros(most, *as_reals(parameter).shape, device=parameter.device)
-        if one is None
-        else one.dense(most).clone()
-        for parameter, one in zip(trainable, found, strict=True)
-    ]
+    return [_samples_of(hooks, parameter, count).dense(most).clone() for parameter in trainable]
 
 
 def _cut(values: Tensor, place: int, count: int) -> Tensor:
     return values[place : place + 1] if values.dim() and len(values) == count else values
 
 
-def _samples_of(hooks: Any, parameter: nn.Parameter, records: int) -> Samples | None:
-    """Return the gradients of the records for a parameter, in real numbers; `None` if the step has not used it.
+def _samples_of(hooks: Any, parameter: nn.Parameter, records: int) -> Samples:
+    """Return the gradients of the records for a parameter, in real numbers; zeros if the step has not used it.
 
     Raises:
         ValueError: If there are not as many as records.
@@ -539,7 +517,7 @@ def _samples_of(hooks: Any, parameter: nn.Parameter, records: int) -> Samples | 
             "whose first dimension is the batch: keep sequences in the second."
         )
     if found is None:
-        return None
+        return Samples(torch.zeros(records, *as_reals(parameter).shape, device=parameter.device))
     factors = hooks.factors.get(parameter, ())
     if len(factors) == 1 and factors[0][0].dim() == 2:
         return Samples(*factors[0])

@@ -8,8 +8,9 @@ streams as there are secrets.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -133,13 +134,27 @@ def _quadrature() -> tuple[np.ndarray, np.ndarray]:
     return 0.25 * (nodes + 1.0), 0.5 * weights
 
 
-def digest_of(name: str, values: State) -> str:
-    """Return a hash of a name and of what noise is to cover, for its address."""
-    found = hashlib.sha256(f"{MAKER}|{name}".encode())
-    for entry in sorted(values):
-        found.update(entry.encode())
-        found.update(values[entry].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+def digest_of(*values: Any) -> str:
+    """Return a hash of trees of tensors and plain values, for the address of noise that is to cover them."""
+    found = hashlib.sha256(MAKER.encode())
+    _add_to(found, values)
     return found.hexdigest()
+
+
+def _add_to(digest: Any, value: Any) -> None:
+    """Add a tree to a hash; of objects that are no plain values their class, which is the same in each process."""
+    if isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            digest.update(f"|{name}=".encode())
+            _add_to(digest, value[name])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _add_to(digest, one)
+    elif isinstance(value, Tensor):
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    else:
+        plain = value is None or isinstance(value, bool | int | float | complex | str | bytes)
+        digest.update(f"|{value!r}".encode() if plain else f"|{type(value).__qualname__}".encode())
 
 
 def with_noise(values: State, std: float, secret: str, address: str, bound: str = "") -> State:

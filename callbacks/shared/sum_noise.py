@@ -1,4 +1,4 @@
-"""Noise that clients add to whole numbers of which a server sees only the sum: :class:`SumNoise`."""
+"""Noise that clients add to whole numbers of which a server sees only the sum."""
 
 from __future__ import annotations
 

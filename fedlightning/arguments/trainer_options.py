@@ -1,4 +1,4 @@
-"""What a trainer was told, read once: :class:`TrainerOptions`."""
+"""The options of a trainer, read once."""
 
 from __future__ import annotations
 

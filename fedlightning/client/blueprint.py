@@ -1,4 +1,4 @@
-"""What every model of a federation is built from: :class:`Blueprint`.
+"""The blueprint that every model of a federation is built from.
 
 Models are copies of a template, by `copy.deepcopy` or another :class:`ModuleCopier`. :class:`ClientParts` is what attaches to
 the client side of a federation from outside.

@@ -1,4 +1,4 @@
-"""One client during a visit: :class:`Client`."""
+"""One client during a visit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedlightning.compat.lightning_runs import detached_copy
 from fedlightning.contract import POOLED, Phase, Protection, SumCodec
 from fedlightning.contract.messages import ClientLog, Message
 from fedlightning.datamodules.public import addressable, has_positions, public_loader, size_of
-from fedlightning.datamodules.sampling import gives_batches
+from fedlightning.datamodules.sampling import each_once, gives_batches
 from fedlightning.datamodules.views import samples_at
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
@@ -418,6 +418,8 @@ class Client:
     def _batches(self, split: str) -> Iterator[Any]:
         loader = self.loader(split)
         self.work.selections += split == "val"
+        if split == "train" and loader is not None and self.protection is not None:  # its means count each sample once
+            loader = each_once(loader)
         start_sampler(self._runner, loader, self.message, purpose=f"probe-{split}")
         yield from loader if loader is not None else ()
 

@@ -1,4 +1,4 @@
-"""What is known of the clients' data without seeing a sample: :class:`DataSummary`, in plain values.
+"""A summary of the clients' data in plain values, without a sample.
 
 It is found where the data are (:func:`describe`), and it is all that the server ever gets to know of them. Where every client
 is a site of its own, the sites' descriptions are put together by :meth:`DataSummary.merged`.

@@ -1,4 +1,4 @@
-"""What a module keeps in its attributes while it is scored, put back for the next client: :class:`Kept`."""
+"""Attributes that a module keeps while it is scored, put back for the next client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a client between visits: :class:`ClientRecord`.
+"""The state of a client between visits.
 
 :class:`VisitWork` is what a visit adds up of what its fits report.
 """

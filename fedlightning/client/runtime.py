@@ -1,4 +1,4 @@
-"""The client side of a federation: :class:`ClientRuntime`.
+"""The client side of a federation.
 
 :class:`Scorer` scores one module on one loader.
 """
@@ -25,12 +25,13 @@ from fedlightning.client.requests import LocalSettings
 from fedlightning.client.trainer_context import DataModuleView
 from fedlightning.compat.lightning_runs import quiet, to_device, trainer_of
 from fedlightning.compat.system import preload_fork_server
-from fedlightning.contract import POOLED, CallbackList
+from fedlightning.contract import POOLED, CallbackList, FederatedCallback
 from fedlightning.contract.messages import Message
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.held_out import ClientSubset, without
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.sampling import read_for_scores
+from fedlightning.errors import ConfigurationError
 from fedlightning.wrappers import user_class
 
 
@@ -160,6 +161,17 @@ class Scorer:
             return
 
 
+def refuse_uncounted(callbacks: Iterable[FederatedCallback], what: str, way_out: str) -> None:
+    """Refuse what tells of data before round 1, where a callback promises that nothing leaves uncovered.
+
+    Raises:
+        ConfigurationError: Naming it.
+    """
+    for callback in callbacks:
+        if callback.facts.no_statistics:
+            raise ConfigurationError(f"{what}: {callback.key} {callback.facts.no_statistics} {way_out}")
+
+
 @dataclass
 class ClientRuntime:
     """The client side of a federation: blueprint and data. An engine decides where it runs.
@@ -215,6 +227,10 @@ class ClientRuntime:
         with quiet():
             self.data.prepare_data()
             self.data.setup(stage)
+        if self.data.public_is_compared:
+            what = "Public data leave out what a client holds too, so that their number tells who holds what"
+            way_out = "Take a share of the clients' samples (public: 0.1), or leave public data out."
+            refuse_uncounted(self.blueprint.callbacks, what, way_out)
 
     def leave_out(self, clients: Collection[str]) -> None:
         """Keep clients out of training from now on: they are in no list and in no union of the data any more."""

@@ -1,4 +1,4 @@
-"""The contract between the core and every algorithm: :class:`FederatedCallback`."""
+"""The contract between the core and every algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The federated callbacks of a run: :class:`CallbackList`."""
+"""The federated callbacks of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a callback says of itself: :class:`Facts`, what it changes in a run and what it needs of the others."""
+"""Facts of a callback: what it changes in a run and what it needs of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages: a :class:`Message` goes from the server to a client, an :class:`Update` comes back.
+"""Messages from the server to a client, and the updates that come back.
 
 Both are named tensor trees. They can be counted in bytes, copied and sent to another process; they hold no module, no
 optimizer and no data.

@@ -1,4 +1,4 @@
-"""What leaves clients: :class:`OutgoingItem`, an item of the one list of all of it, which is known before round 1."""
+"""The list of all items that leave clients, which is known before round 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The federation as :meth:`FederatedCallback.check` sees it before round 1: :class:`Setup`."""
+"""The federation as callbacks check it before round 1."""
 
 from __future__ import annotations
 

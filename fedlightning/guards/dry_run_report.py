@@ -1,4 +1,4 @@
-"""What a dry run says: :class:`DryRun`, its fields and its text."""
+"""The report of a dry run: its fields and its text."""
 
 from __future__ import annotations
 

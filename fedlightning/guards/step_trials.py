@@ -1,4 +1,4 @@
-"""One batch of every step that a run will use, before round 1 (:class:`StepTrials`): what a later step would raise shows now.
+"""One batch of every step that a run will use, before round 1: what a later step would raise shows now.
 
 A step is tried on a copy of the client's module, built as in a visit (`wrap_module`). No callback's hooks run, nothing is
 logged, and every global random generator is left as it was. A loader of the user is not iterated; its dataset is read through

@@ -1,4 +1,4 @@
-"""Networks of differing architecture, one for each client: :class:`ClientModels`."""
+"""Networks of differing architecture, one for each client."""
 
 from __future__ import annotations
 

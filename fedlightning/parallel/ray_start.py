@@ -56,7 +56,7 @@ def start(arguments: Mapping[str, Any], guarded: bool) -> None:
             if number == TRIES:
                 raise ConfigurationError(
                     f"Ray has not started in {TRIES} tries; the last: {reason}. This machine's load is {load_now()}: "
-                    "wait until it is less, or use engine='processes', which needs none of its services. Ray's logs: /tmp/ray."
+                    "wait until it is less, or use engine='processes', which needs no services. Ray's logs: /tmp/ray."
                 ) from error
             warn(f"Ray has not started ({reason}), at a load of {load_now()}: try {number + 1} of {TRIES}.")
 

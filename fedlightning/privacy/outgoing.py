@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from fedlightning.server.server import Server
 
 
-WHOLE = "the whole model"
-
-
 @dataclass(frozen=True)
 class OutgoingFilter:
     """The largest set of what can leave a client of one architecture, in whatever round and whoever asks.
@@ -68,28 +65,19 @@ class OutgoingFilter:
     private: frozenset[str]
     extras: Mapping[str, Mapping[str, Spec]]
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether that is every entry of the model."""
-        return not self.private
-
     def __str__(self) -> str:
         """Return it in words, for people."""
         count = f"{len(self.entries)} of {len(self.entries) + len(self.private)} entries of the model"
         part = f"{count}, never {_quoted(self.private)}" if self.entries else "no entry of the model"
         extras = [f"{name} of {key}" for key, up in self.extras.items() for name in up]
-        told = "; ".join([WHOLE if self.is_whole else part, *([", ".join(extras)] if extras else [])])
+        told = "; ".join([part if self.private else "the whole model", *([", ".join(extras)] if extras else [])])
         return f"{told}; counts, logged numbers and scores"
 
     @property
     def terms(self) -> str:
         """A hash of it: what a client keeps stays under the terms under which it was kept."""
-        listed = (
-            sorted(self.entries),
-            sorted(self.private),
-            sorted((key, sorted(up)) for key, up in self.extras.items()),
-        )
-        return hashlib.sha256(repr(listed).encode()).hexdigest()
+        extras = sorted((key, sorted(up)) for key, up in self.extras.items())
+        return hashlib.sha256(repr((sorted(self.entries), sorted(self.private), extras)).encode()).hexdigest()
 
     def fault(self, names: Collection[str]) -> str | None:
         """Return why some entries do not leave, by name; `None` if all of them may."""
@@ -198,14 +186,10 @@ def list_outgoing(federation: Federation) -> list[OutgoingItem]:
     extras = {
         (key, name): spec for one in found.values() for key, up in one.extras.items() for name, spec in up.items()
     }
-    visit, every = "in each visit", federation.asked_evaluate_every
+    before, visit, every = "before round 1", "in each visit", federation.asked_evaluate_every
     items = [
-        OutgoingItem(
-            "sizes", "numbers of samples, classes and batches, hashes of who tests on which", "before round 1"
-        ),
-        OutgoingItem(
-            "classes", "numbers of training samples by class, hashes of who trains on which", "before round 1"
-        ),
+        OutgoingItem("sizes", "numbers of samples, classes and batches, hashes of who tests on which", before),
+        OutgoingItem("classes", "numbers of training samples by class, hashes of who trains on which", before),
         OutgoingItem("entries", ", ".join(entries), visit),
         *(
             OutgoingItem(_kind(server, key, spec), f"'{name}' of {key}", visit, key)

@@ -1,4 +1,4 @@
-"""One writer for a run's folder, :class:`RunLock`, and one thread of a process at work, :func:`only_thread`."""
+"""Locks: one writer for a run's folder, and one thread of a process at work."""
 
 from __future__ import annotations
 

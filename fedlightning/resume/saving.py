@@ -1,4 +1,4 @@
-"""The state of a run, saved at round boundaries: :class:`Saving`, and what the machine forces on it, :class:`LeftOutLog`.
+"""States of a run, saved at round boundaries, and the log of what a full disk left out.
 
 What of a federation is saved and restored: the server and the clients' records.
 """

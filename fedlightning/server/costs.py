@@ -1,4 +1,4 @@
-"""What a run has cost so far, round by round, over interruptions: :class:`Costs`."""
+"""Bytes, steps and seconds that a run has spent, round by round, over interruptions."""
 
 from __future__ import annotations
 

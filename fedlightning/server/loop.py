@@ -1,4 +1,4 @@
-"""The contract of loops: :class:`Loop`.
+"""The contract of loops, and synchronous rounds.
 
 When clients are visited: a loop says what a round is. Those that nobody waits in stand in `fedlightning.virtual_time`.
 

@@ -1,4 +1,4 @@
-"""The models that a server keeps, and their architectures: :class:`ModelStore`.
+"""The models that a server keeps, and their architectures.
 
 What the server knows of an architecture, and which callbacks are right where models differ: :class:`Architecture`.
 """

@@ -1,4 +1,4 @@
-"""What attaches to a federation from outside: :class:`Part`, and the list of them, :class:`Parts`.
+"""Parts that attach to a federation from outside, and their list.
 
 The core trains and scores alone. Checks of what arrives, warnings, what is saved, printed and drawn are parts. They are made
 and ordered in one place (`assemble.py`), and told of a round in the order of that list.

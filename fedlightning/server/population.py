@@ -1,4 +1,4 @@
-"""Who there is in a federation, and who takes part in a round: :class:`Population` and :class:`Participation`.
+"""The clients of a federation, and those that take part in a round.
 
 Statistics of the data that clients agree on before round 1: asked once, added up, kept in the run's folder.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedlightning.client.runtime import refuse_uncounted
 from fedlightning.contract import FederatedCallback
 from fedlightning.datamodules.base import sort_clients
 from fedlightning.datamodules.statistics import chosen_words
@@ -43,7 +44,7 @@ def aggregate_data_statistics(
             with other clients.
     """
     known = engine.runner.described
-    refuse_covered(callbacks)
+    refuse_statistics(callbacks)
     clients = {client: known.num_samples(client) for client in sort_clients(known.client_ids)}
     path = None if folder is None else folder / FILE
     if path is not None and path.exists():
@@ -68,14 +69,10 @@ def keep(engine: Engine, folder: Path) -> None:
         write_text_atomically(folder / FILE, readable_json(engine.statistics))
 
 
-def refuse_covered(callbacks: Iterable[FederatedCallback]) -> None:
+def refuse_statistics(callbacks: Iterable[FederatedCallback]) -> None:
     """Refuse statistics where a callback promises that nothing leaves uncovered."""
-    for callback in callbacks:
-        if callback.facts.no_statistics:
-            raise ConfigurationError(
-                f"The data are to agree on statistics before round 1 (scale: federated, or words of categories): "
-                f"{callback.key} {callback.facts.no_statistics} Use scale: local or none, and lists of categories."
-            )
+    what = "The data are to agree on statistics before round 1 (scale: federated, or words of categories)"
+    refuse_uncounted(callbacks, what, "Use scale: local or none, and lists of categories.")
 
 
 def total(found: Mapping[str, Any], site_of: Any = lambda client: client) -> dict[str, Any]:

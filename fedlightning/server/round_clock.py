@@ -1,4 +1,4 @@
-"""What time does to a round: :class:`Clock`, which a loop may have, and the :class:`RoundClock` of each round."""
+"""Clocks that a loop may have, and the time of each round."""
 
 from __future__ import annotations
 

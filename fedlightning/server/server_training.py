@@ -1,4 +1,4 @@
-"""Training at the server, such as ensemble distillation on public data: :class:`ServerTraining`."""
+"""Training at the server, such as ensemble distillation on public data."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from fedlightning.guards.preflight_task import PreflightTask
 from fedlightning.guards.step_trials import StepTrial
 from fedlightning.privacy.outgoing import make_outgoing_filter
 from fedlightning.resume.config_changes import differences
-from fedlightning.server.population import refuse_covered
+from fedlightning.server.population import refuse_statistics
 from fedlightning.sites import code_hashes as code
 from fedlightning.sites.agreement import DETAILS, agreement, leaving, own_key, refusal_of_changes, versions
 from fedlightning.sites.message_checks import ENVELOPES, Texts, fault_of_request
@@ -289,7 +289,7 @@ class Site:
 
     def _measured(self, session: Session) -> dict[str, dict[str, Any]]:
         """Return the sums of the clients that train here, once: those of a changed cohort would tell who is new."""
-        refuse_covered(session.runner.callbacks)
+        refuse_statistics(session.runner.callbacks)
         if session.runner.data.wanted_statistics is None:
             raise RefusedError(f"the data of site '{self.name}' want no statistics.")
         sums_by_client = session.runner.measure()

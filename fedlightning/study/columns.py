@@ -1,4 +1,4 @@
-"""Words in the columns of `metrics.csv` and `summary.json`; see :class:`fedlightning.scores.rows.Row`."""
+"""Words in the columns of `metrics.csv` and `summary.json`."""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install opacus cryptography")
 
 from fedlightning.algorithm import FederatedCallback
+from fedlightning.callbacks import ClientDP
 from tests.callbacks.test_client_dp import SIZES, dp, module
-from tests.helpers import make_trainer, toy_data
+from tests.helpers import federate, make_trainer, toy_data
 
 pytestmark = pytest.mark.filterwarnings("ignore:ClientDP")
 
@@ -63,3 +64,20 @@ def test_a_copy_of_a_run_releases_no_round_a_second_time(tmp_path):
     assert behind["rounds"] == 3 and behind["epsilon"] == pytest.approx(dp().epsilon_after(4))
     again = ledger_run(tmp_path, "three", rounds=1)
     assert again["epsilon"] == pytest.approx(dp().epsilon_after(5))
+
+
+def test_two_copies_that_release_one_round_at_the_same_time_do_not_both(tmp_path, monkeypatch):
+    """Each had looked before the other wrote: two releases of a round, and a budget for one."""
+    callback = dp(noise_seed=None, ledger=str(tmp_path / "ledger"))
+    names = {f"00000000{letter * 24}" for letter in "ab"}
+    monkeypatch.setattr(ClientDP, "_releases", lambda self, server: set())
+    spend = ClientDP._spend
+
+    def late(self, server, release):
+        with self._ledger(server).held([(1.0, 1.0, 1)], min(names)):
+            pass  # the copy, since this one has looked
+        spend(self, server, release)
+
+    monkeypatch.setattr(ClientDP, "_spend", late)
+    with pytest.raises(ValueError, match="Round 1 is being released by a copy of this run too"):
+        federate(module(), toy_data(SIZES), [callback], max_rounds=1)

@@ -38,6 +38,7 @@ from fedlightning.callbacks import (
     Local,
     SampleDP,
 )
+from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.record_gradients import RecordGradients
 from fedlightning.client.visit import carry_out
@@ -601,6 +602,22 @@ def test_a_ledger_that_forgets_during_a_run_ends_it(change, tmp_path):
 
     with pytest.raises(FederationError, match=r"has lost what this run has spent before: .* restore it"):
         federate(module(), toy_data({"0": 24}), [Between(), dp(ledger=str(tmp_path))], max_rounds=2)
+
+
+def test_runs_are_refused_before_they_begin_where_others_have_spent_their_ledger(tmp_path):
+    """A sweep began all the same, and its first trial ended at the first visit or had half of its rounds."""
+    ledger, steps = Ledger(str(tmp_path), "a site/1", "of another run"), [(1.0, 1.0, 10)]
+    ledger.note(steps)
+    spent = dp().epsilon_of(steps)
+    options = {"ledger": str(tmp_path)}
+    for one in (dp(epsilon=spent / 2, **options), dp(noise_multiplier=None, epsilon=3 * spent, **options)):
+        with pytest.raises(ValueError, match=r"1 runs would make epsilon .* more than the budget of"):
+            one.check_runs([(one, 2)])
+    for one in (
+        dp(epsilon=3 * spent, **options),
+        dp(noise_multiplier=None, epsilon=spent, ledger=str(tmp_path / "new")),
+    ):
+        one.check_runs([(one, 2)])
 
 
 def test_steps_are_in_the_ledger_before_they_are_taken(tmp_path):

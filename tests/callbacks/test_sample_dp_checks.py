@@ -77,10 +77,32 @@ def test_features_that_depend_on_other_records_are_refused(tmp_path):
     for data in (local, ValidatedOnTest(local)):
         with pytest.raises(ValueError, match=f"{refused}'x' is scaled by the mean and deviation of all rows"):
             federate(OfATable(), data, [FedAvg(), dp], max_rounds=1)
-    for options in ({"scale": "none"}, {"statistics": {"x": [3.0, 2.0]}}):
+    named = {"classes": ["n", "y"]}
+    for options, what in (({}, "classes"), ({"categorical": ["x"], **named}, "categories")):
+        with pytest.raises(ValueError, match=f"{refused}which words and classes have a number .* Give {what}, which"):
+            federate(OfATable(), table(tmp_path, scale="none", **options), [FedAvg(), dp], max_rounds=1)
+    for options in ({"scale": "none", **named}, {"statistics": {"x": [3.0, 2.0]}, **named}):
         federate(OfATable(), table(tmp_path, **options), [FedAvg(), dp], max_rounds=1)
     with pytest.raises(ValueError, match=f"{refused}rows are ranked"):
         federate(Toy(), Partitioned(OfALightningModule(), IIDPartitioner(2)), [FedAvg(), dp], max_rounds=1)
     trainer = Trainer(callbacks=[dp], accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match=f"{refused}rows are ranked"):
         trainer.fit(Toy(), datamodule=OfALightningModule())
+
+
+class Counts(nn.Module):
+    """Keeps a statistic of its inputs where a checkpoint has it."""
+
+    def get_extra_state(self):
+        return self.seen
+
+
+def test_a_checkpoint_of_a_plain_trainer_holds_nothing_else_that_training_writes():
+    net = Toy()
+    net.counts = Counts()
+    trainer = Trainer(
+        callbacks=[SampleDP(delta=1e-3, noise_multiplier=1.0)], accelerator="cpu", max_epochs=1, logger=False
+    )
+    net.counts.seen = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"Checkpoints would hold 'counts\._extra_state'"):
+        trainer.fit(net, DataLoader(TensorDataset(torch.zeros(8, 6), torch.zeros(8, dtype=torch.long)), batch_size=4))

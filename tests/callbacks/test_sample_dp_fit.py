@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,8 +9,8 @@ import pytest
 import torch
 
 from fedlightning.callbacks import SampleDP
-from fedlightning.callbacks.sample_dp import add_to
 from fedlightning.callbacks.sample_dp_checks import patients_of, planned_steps
+from fedlightning.callbacks.shared.secret_noise import digest_of
 from fedlightning.client.client import Client
 from fedlightning.client.record import ClientRecord
 from fedlightning.contract import CallbackList
@@ -42,20 +41,14 @@ def test_a_fit_without_an_end_is_refused(epochs):
         planned_steps(fit(max_epochs=epochs), range(4))
 
 
-def address(value):
-    digest = hashlib.sha256()
-    add_to(digest, value)
-    return digest.hexdigest()
-
-
 def test_any_bit_of_what_came_is_in_the_address_and_the_order_of_names_is_not():
     w = torch.arange(6.0).reshape(2, 3)
     came = [{"b": w, "a": [1, None]}, "tag"]
-    assert address(came) == address([{"a": [1, None], "b": w.T.contiguous().T}, "tag"])
+    assert digest_of(came) == digest_of([{"a": [1, None], "b": w.T.contiguous().T}, "tag"])
     bit = w.clone()
     bit.view(torch.int32)[1, 2] ^= 1
     others = [[{"b": bit, "a": [1, None]}, "tag"], [{"b": w, "c": [1, None]}, "tag"], [{"b": w, "a": [2, None]}, "tag"]]
-    assert len({address(one) for one in [came, *others]}) == 4
+    assert len({digest_of(one) for one in [came, *others]}) == 4
 
 
 def test_patients_are_known_of_every_sample_or_refused():

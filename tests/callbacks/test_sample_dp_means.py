@@ -8,16 +8,18 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
 
 from fedlightning.algorithm import Extra, FederatedCallback, Wire
-from fedlightning.callbacks import FD, MOON, FedAvg, FedProto, SampleDP
+from fedlightning.callbacks import FD, MOON, FedAvg, FedProto, SampleDP, sample_dp
 from fedlightning.callbacks.sample_dp import SURE, released_means, sums_by_class
 from fedlightning.callbacks.shared.ledger import Ledger
+from fedlightning.datamodules import LoaderDataModule
 from fedlightning.engines.attempts import FederationError
 from tests.callbacks.test_sample_dp import SIZES, Cut, Shaken, dp, module
-from tests.helpers import Toy, federate, make_trainer, toy_data
+from tests.helpers import Toy, federate, make_trainer, samples, toy_data
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:SampleDP"),
@@ -55,7 +57,7 @@ def test_without_noise_they_are_the_means_of_clipped_vectors():
 def test_the_noise_has_its_deviation_and_a_class_that_may_not_be_there_is_not_sent():
     exact = {
         "sums": torch.zeros(2, 20_000, dtype=torch.float64),
-        "counts": torch.tensor([1e9, 2.0], dtype=torch.float64),
+        "counts": torch.tensor([1e9, 0.0], dtype=torch.float64),
     }
     found = released_means(exact, 0.5, 3.0, "s", "a")
     assert list(found) == [0]
@@ -167,3 +169,33 @@ def test_means_that_a_method_has_made_itself_do_not_leave(kind):
     """They were taken for covered, because they were declared as means by class."""
     with pytest.raises(FederationError, match=rf"of {kind.__name__} holds means by class that no noise covers"):
         federate(module(LeavesMeans), toy_data({"0": 24, "1": 24}), [FedAvg(), dp(), kind()], max_rounds=1)
+
+
+@pytest.mark.parametrize("kind", ["left out", "drawn twice"])
+def test_each_sample_counts_once_whatever_the_loader_leaves_out_or_repeats(kind, monkeypatch):
+    """One sample moved others out of the last batch, or was drawn several times: up to seven, where noise is for 1.41."""
+    x, y = samples("0", "train", 20)
+    held, exact = TensorDataset(x, y), []
+    sampler = RandomSampler(held, replacement=True) if kind == "drawn twice" else None
+    loader = DataLoader(held, batch_size=8, sampler=sampler, shuffle=sampler is None, drop_last=sampler is None)
+
+    def noted(*given):
+        exact.append(sums_by_class(*given))
+        return exact[-1]
+
+    monkeypatch.setattr(sample_dp, "sums_by_class", noted)
+    federate(module(), LoaderDataModule({"0": loader}), [FedProto(), dp()], max_rounds=1)
+    assert exact[0]["counts"].tolist() == torch.bincount(y, minlength=3).tolist()
+
+
+def test_a_release_is_not_named_by_the_data_alone(tmp_path):
+    """Its name stands in the run's folder: a hash of the exact sums told which of two data sets they are of."""
+    names = []
+    for run in ("a", "b"):
+        callback = dp(noise_seed=None, noise_multiplier=1e-6, clip=1e-9)
+        make_trainer(tmp_path, [FedProto(lam=0.0), callback], max_rounds=1, name=run).fit(
+            module(), datamodule=toy_data(SIZES)
+        )
+        (file,) = (tmp_path / run).rglob("clients/0/privacy.json")
+        names.append({name.partition(" ")[2] for name in json.loads(file.read_text())["runs"]})
+    assert not names[0] & names[1]

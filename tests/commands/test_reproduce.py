@@ -135,6 +135,38 @@ def test_a_score_that_no_model_logs_is_said_before_anything_runs(capsys):
     assert sentence in said and not list(Path("out").rglob("metrics.csv"))
 
 
+@pytest.mark.parametrize(
+    ("measure", "fault"),
+    [
+        ({"kind": "at_round", "metric": "accuracy", "round": 99}, "reads round 99, and the run has rounds 1 to"),
+        ({"kind": "logged", "metric": "loss", "round": 0}, "reads round 0, and the run has rounds 1 to"),
+        ({"kind": "best_round", "metric": "accuracy", "data": "pooled"}, "trainer.evaluation.data has local"),
+        (
+            {"kind": "offered", "metric": "accuracy", "client": "0"},
+            "on clients data, and trainer.evaluation.test_data has local, pooled",
+        ),
+        ({"kind": "entry", "name": "x", "client": "nobody"}, "is of client 'nobody', and the clients are 0, 1"),
+        ({"metric": "accuracy", "over": "client:nobody"}, "is of client 'nobody', and the clients are 0, 1"),
+        (
+            {"kind": "difference", "of": {"kind": "rounds_to", "metric": "accuracy", "target": 1, "stage": "L2"}},
+            "reads scores of rounds at L2, and trainer.evaluation.stages has G",
+        ),
+    ],
+)
+def test_what_a_run_cannot_have_is_said_before_anything_runs(measure, fault, capsys):
+    other = {"other": {"configs": "small.yaml", "options": {"trainer.seed": 5}}} if "of" in measure else {}
+    against = {"against": "other"} if other else {}
+    digits(
+        Path("t.yaml"),
+        runs={"fedavg": "small.yaml", **other},
+        measures={"final": {**measure, **against}},
+        options={"trainer.evaluation.stages": ["G"]},
+    )
+    assert reproduce("t.yaml", "--out=out") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "'FedAvg / accuracy' " in said and fault in said and not list(Path("out").rglob("metrics.csv"))
+
+
 def test_seeds_that_are_no_planned_look_are_not_recorded(capsys):
     digits(Path("t.yaml"), seeds=4)
     assert reproduce("t.yaml", "--out=out", "--seeds=3", "--record") == 2

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from torch.utils.data import TensorDataset
 
 from fedlightning.algorithm import FederatedCallback, OutgoingItem, Protection, Wire
 from fedlightning.callbacks import (
@@ -19,11 +20,12 @@ from fedlightning.callbacks import (
     TopK,
 )
 from fedlightning.client.visit import carry_out
+from fedlightning.datamodules import IIDPartitioner, Partitioned
 from fedlightning.engines.base import Evaluate
 from fedlightning.options import Evaluation
 from fedlightning.study.baselines import odd_splits
 from fedlightning.study.runs import load_run
-from tests.helpers import Toy, federate, make_trainer, toy_data
+from tests.helpers import Toy, federate, make_trainer, samples, toy_data
 from tests.server.test_architectures import data, models
 
 KINDS = {"sizes", "classes", "entries", "counts", "logged", "scores", "tests", "texts"}
@@ -169,3 +171,18 @@ def test_who_reads_the_folder_may_read_no_model_that_clients_keep_without_noise(
         assert one.covers(OutgoingItem("own models")) == "in the clear"
         readers = [promise for promise in one.promises if promise.who not in ("who reads models", "the server")]
         assert readers and all("models stay secret" in promise.provided for promise in readers)
+
+
+@pytest.mark.parametrize("callback", [SampleDP, ClientDP], ids=lambda one: one.__name__)
+def test_public_data_without_what_clients_hold_are_refused(callback):
+    """The summary said how many of them a client trains on: with one such sample, whether that is there."""
+    x, y = samples("0", "train", 40)
+    options = {"val_fraction": 0.0, "test_fraction": 0.0, "batch_size": 8, "partitioner": IIDPartitioner(2)}
+    protection = callback(delta=1e-3, noise_multiplier=1.0, noise_seed=3)
+    other = Partitioned.from_datasets(TensorDataset(x, y), public=TensorDataset(x[:1] + 1.0, y[:1]), **options)
+    with pytest.raises(
+        ValueError, match=f"tells who holds what: {protection.key} accounts for .* a share of the clients"
+    ):
+        federate(Toy(), other, [protection], max_rounds=1)
+    share = Partitioned.from_datasets(TensorDataset(x, y), public=0.2, **options)
+    assert federate(Toy(), share, [protection], max_rounds=1).rounds_done == 1

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from fedlightning.compat.system import file_name_of
 from fedlightning.config.errors import suggestion
+from fedlightning.errors import listed
 from fedlightning.experiments.yaml_blocks import Block, Number
 from fedlightning.ranges import Length, Natural, NonNegativeFloat, Range, Share
 from fedlightning.scores.metrics import bare, higher_is_better
@@ -17,7 +18,7 @@ from fedlightning.scores.rows import Row
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
 from fedlightning.study.fairness import spread
 from fedlightning.study.measures import RunScores
-from fedlightning.study.runs import Run
+from fedlightning.study.runs import Run, natural
 
 Runs = Mapping[str, Run]
 """Name of a run in the table -> the run with one seed."""
@@ -77,12 +78,12 @@ class Spec:
         runs = self.options.get("against", [])
         return [runs] if isinstance(runs, str) else list(runs)
 
-    def list_metrics(self, run: str | None) -> list[tuple[str, str]]:
-        """Return the scores that it reads, each with the run that has to have it, if it is measured in `run`."""
+    def list_readings(self, run: str | None) -> list[tuple[str, Spec]]:
+        """Return what it reads in runs, itself or what it is of, each with its run, if it is measured in `run`."""
         runs = [*([] if run is None else [run]), *self._against]
-        if self.kind in SCORED:
-            return [(name, self.options["metric"]) for name in runs]
-        return [pair for name in runs for pair in self.options["of"].list_metrics(name)] if "of" in self.options else []
+        if "of" in self.options:
+            return [reading for name in runs for reading in self.options["of"].list_readings(name)]
+        return [(name, self) for name in runs]
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -363,6 +364,10 @@ KINDS: dict[str, Callable[..., Value]] = {kind.__name__: kind for kind in (*OF_O
 """Name of a kind of measure -> its function."""
 SCORED = ("score", "offered", "at_round", "best_round", "rounds_to", "gaining_share", "opt_outs", "clients_below")
 """Kinds that read a score of the test or validation data by its name."""
+CURVES = ("at_round", "best_round", "rounds_to")
+"""Kinds that read the scores of rounds on validation data."""
+TESTED = ("score", "offered", "gaining_share", "opt_outs", "clients_below")
+"""Kinds that read final scores, on test data if nothing else is said."""
 LOWER = ("rounds_to", "model_size", "epsilon", "opt_outs", "clients_below")
 """Kinds of which the lower value is the better one."""
 
@@ -384,6 +389,41 @@ def _measure(spec: Spec, runs: Runs, *run: Run) -> Value:
         against = spec.options["against"]
         options["against"] = runs[against] if isinstance(against, str) else [runs[name] for name in against]
     return KINDS[spec.kind](*run, **options)
+
+
+def fault_of(spec: Spec, config: Mapping[str, Any], clients: Collection[str]) -> str | None:
+    """Return why a run of a configuration cannot have what a measure reads in it; `None`: it can.
+
+    Args:
+        spec: A measure that is of no other one.
+        config: Complete configuration of the run.
+        clients: Ids of its clients; empty: not known.
+    """
+    trainer, options = config["trainer"], spec.options
+    evaluation, rounds = trainer["evaluation"], trainer["max_rounds"]
+    every, number = evaluation["every"], options.get("round")
+    if number is not None and not 1 <= number <= rounds:
+        return f"reads round {number}, and the run has rounds 1 to {rounds}"
+    if spec.kind in CURVES:
+        stage, data = options.get("stage", "G"), options.get("data", LOCAL)
+        if not every:
+            return "reads scores of rounds, and trainer.evaluation.every is 0"
+        for name, place in (("stages", stage), ("data", data)):
+            if place not in evaluation[name]:
+                return (
+                    f"reads scores of rounds at {place}, and trainer.evaluation.{name} has {listed(evaluation[name])}"
+                )
+        if number is not None and number % every and number != rounds and evaluation["seconds"] is None:
+            return f"reads round {number}, and trainer.evaluation.every={every} scores others"
+    place = "clients" if spec.kind == offered.__name__ else options.get("data", LOCAL)
+    tested = ("local", "pooled") if evaluation["test_data"] is None else evaluation["test_data"]
+    if spec.kind in TESTED and options.get("split", "test") == "test" and place not in tested:
+        return f"reads test scores on {place} data, and trainer.evaluation.test_data has {listed(tested)}"
+    over = str(options.get("over", ""))
+    client = options.get("client") or (over.removeprefix(CLIENT) if over.startswith(CLIENT) else None)
+    if client is not None and clients and client not in clients:
+        return f"is of client '{client}', and the clients are {listed(sorted(clients, key=natural))}"
+    return None
 
 
 def better_is_higher(spec: Spec) -> bool:

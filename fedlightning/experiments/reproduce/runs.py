@@ -19,6 +19,7 @@ from fedlightning.config.errors import InputError, suggestion
 from fedlightning.errors import missing_package
 from fedlightning.experiments.methods import Config, Method, algorithms_of
 from fedlightning.experiments.plan import Request, make_plan
+from fedlightning.experiments.reproduce.measures import SCORED, fault_of
 from fedlightning.experiments.reproduce.results import TableRun
 from fedlightning.experiments.reproduce.tables import Cell, Data, Order, Table
 from fedlightning.run.folder import versions
@@ -100,7 +101,7 @@ class _Planner:
         request = _request_of(table, name, self.root, self.cli, self.folder)
         try:
             (method,) = make_plan(request, self.clients).methods
-            self._check_metrics(table, name, request, method)
+            self._check_readings(table, name, request, method)
         except InputError as error:
             raise InputError(f"{table.path.name}: run '{name}' cannot be made: {error}") from error
         run = table.runs[name]
@@ -108,10 +109,15 @@ class _Planner:
             method = _on_test_data(method)
         return replace(method, name=name_of(method), configs=[path.name for path in run.configs])
 
-    def _check_metrics(self, table: Table, name: str, request: Request, method: Method) -> None:
-        """Refuse a score that the run will not have. Which it has is found out by a dry run, one for each model."""
+    def _check_readings(self, table: Table, name: str, request: Request, method: Method) -> None:
+        """Refuse what the run will not have. Which scores it has is found out by a dry run, one for each model."""
         lines: Sequence[Cell | Order] = [*table.cells, *table.orders]
-        asked = {bare(metric): line.name for line in lines for run, metric in line.list_metrics() if run == name}
+        readings = [(line.name, spec) for line in lines for run, spec in line.list_readings() if run == name]
+        for line_name, spec in readings:
+            fault = fault_of(spec, method.config, method.clients)
+            if fault is not None:
+                raise InputError(f"'{line_name}' {fault}.")
+        asked = {bare(spec.options["metric"]): line_name for line_name, spec in readings if spec.kind in SCORED}
         if not asked:
             return
         key = json.dumps(method.config["model"], sort_keys=True, default=str)

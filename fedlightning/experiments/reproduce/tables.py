@@ -120,9 +120,9 @@ class Cell:
         """All runs that the number is made from."""
         return list(dict.fromkeys([*([self.run] if self.run else []), *self.measure.runs]))
 
-    def list_metrics(self) -> list[tuple[str, str]]:
-        """Return the scores that it reads, each with its run."""
-        return self.measure.list_metrics(self.run)
+    def list_readings(self) -> list[tuple[str, Spec]]:
+        """Return what it reads in runs, each with its run."""
+        return self.measure.list_readings(self.run)
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ class Order:
         """All runs that are compared."""
         return list(dict.fromkeys([self.better, self.worse, *self.measures[0].runs, *self.measures[1].runs]))
 
-    def list_metrics(self) -> list[tuple[str, str]]:
-        """Return the scores that it reads, each with its run."""
+    def list_readings(self) -> list[tuple[str, Spec]]:
+        """Return what it reads in runs, each with its run."""
         sides = zip((self.better, self.worse), self.measures, strict=True)
-        return [pair for run, measure in sides for pair in measure.list_metrics(run)]
+        return [reading for run, measure in sides for reading in measure.list_readings(run)]
 
 
 @dataclass(frozen=True)
