@@ -226,7 +226,7 @@ class ClientDP(ClientSelection, Private):
         accountant: ``"rdp"`` (default; Rényi, orders of Opacus) or ``"prv"`` (tighter, slower).
         ledger: Folder with a file of what all runs have spent on these clients; `epsilon` is then the budget over all of
             them. A run whose releases are gone from it ends. `None`: every run counts alone.
-        noise_seed: A fixed seed in the place of the secret, for tests. The run is **not private**, and says so.
+        noise_seed: A fixed seed instead of the secret, for tests. The run is **not private**, and says so.
 
     Raises:
         ValueError: If a number is out of range, neither `noise_multiplier` nor `epsilon` is given, or options contradict each

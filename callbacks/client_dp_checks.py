@@ -58,7 +58,7 @@ def refuse_uncovered(setup: Setup) -> None:
     if loose:
         raise ValueError(
             f"'{loose[0]}' is a running statistic that travels, which ClientDP neither bounds nor covers with noise. "
-            "Take GroupNorm in the place of BatchNorm, or keep such entries with the clients: float_buffers='local'."
+            "Take GroupNorm instead of BatchNorm, or keep such entries with the clients: float_buffers='local'."
         )
     tied = sorted(name for name in tied_names(setup.module) if name in travelling)
     if tied:

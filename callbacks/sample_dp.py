@@ -128,7 +128,7 @@ class SampleDP(TrainingData, Private):
 
     * each record of the client falls into the batch with probability ``q = 1 / batches of an epoch``;
     * the gradient of each record, over all that is trained, is cut to length ``C``: ``g_i min(1, C / ||g_i||)``;
-    * the optimizer gets ``(sum_i g_i + z C N(0, I)) / (q n)`` in the place of the gradient; a batch of nobody is noise.
+    * the optimizer gets ``(sum_i g_i + z C N(0, I)) / (q n)`` instead of the gradient; a batch of nobody is noise.
 
     With ``unit="patient"`` all of this is by patient: a patient falls into the batch with the records it has, `most` at most;
     ``g_i`` is the mean gradient of these, and ``n`` the number of patients. The data module has to know whose a record is
@@ -161,7 +161,7 @@ class SampleDP(TrainingData, Private):
             the data, over all these runs, which have to divide them alike. Needed at sites. `None`: a run counts alone, in
             its folder. Either counts every visit that was carried out, taken in or not; a run that writes no files counts
             those that were taken in. A run whose steps are gone from the ledger ends.
-        noise_seed: A fixed seed in the place of the secret, for tests. The run is **not private**, and says so.
+        noise_seed: A fixed seed instead of the secret, for tests. The run is **not private**, and says so.
         unit: What is hidden: each ``"record"``, or each ``"patient"`` with all records.
         most: With ``unit="patient"``, records of a patient in a batch at most. Any number is private; more cost more memory.
         scores: ``"in the clear"``: scores on validation data leave clients.
@@ -315,7 +315,7 @@ class SampleDP(TrainingData, Private):
             self._fit.try_batch(batch, self.key, SOME_VISITS if rarely else 1.0)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Put the private gradient in the place of the gradient."""
+        """Put the private gradient in place of the gradient."""
         if self._fit is not None:
             self._fit.privatise(optimizer)
 

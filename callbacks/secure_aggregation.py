@@ -45,7 +45,7 @@ from fedlightning.tensors.memory import PIECE
 
 
 def refuse_unfit(setup: Setup, clip: float, bits: int, least: int) -> None:
-    """Refuse rounds of too few clients, sums that could overflow, and entries that are no numbers to add up.
+    """Refuse rounds of too few clients, sums that could overflow, and entries that are not numbers to add up.
 
     Args:
         setup: The federation.
@@ -118,7 +118,7 @@ class SecureAggregation(SumCodec):
     **Against whom**: a server that follows the protocol and looks at all that it gets, in a simulation. A server that lies
     about who is there is not countered (there are no signed keys, no consistency round), so that sites are refused. The
     server still sees sample counts (weights), who took part, scores and logged numbers; and the sum itself, which may tell of
-    a client: it is no differential privacy. :class:`~fedlightning.callbacks.SampleDP` beside it is: an update has all of its
+    a client: it is not differential privacy. :class:`~fedlightning.callbacks.SampleDP` beside it is: an update has all of its
     noise before it is masked, so that epsilon is the same with and without masks; so is ``ClientDP(where="masked")``.
 
     **What the server cannot check any more**: finite numbers and lengths of single updates (`failures.update_limit`). A
@@ -321,7 +321,7 @@ class SecureAggregation(SumCodec):
             )
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse entries in the clear, and what are no masked integers, keys or shares.
+        """Refuse entries in the clear, and what are not masked integers, keys or shares.
 
         Raises:
             ValueError: With what is wrong.
@@ -393,7 +393,7 @@ class SecureAggregation(SumCodec):
         update.extras[self.key] = {message.tag: sent}
 
     def encode(self, client: Client, update: Update) -> None:
-        """Put masked integers in the place of all entries.
+        """Put masked integers in place of all entries.
 
         Raises:
             ValueError: If nothing was agreed that would mask them, or a number is not finite.

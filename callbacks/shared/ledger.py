@@ -51,7 +51,7 @@ class Ledger:
                 take is this then.
 
         Raises:
-            ValueError: If the file is no ledger, or that of other data.
+            ValueError: If the file is not a ledger, or that of other data.
         """
         if self.path is None:
             yield []
@@ -92,8 +92,8 @@ class Ledger:
             return runs, int(saved.get("units", 0))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{self.path} is no ledger of what runs have spent ({error}). Without it nobody knows: restore it, or take "
-                "another folder for other data."
+                f"{self.path} is not a ledger of what runs have spent ({error}). Without it nobody knows: restore it, or "
+                "take another folder for other data."
             ) from error
 
 
@@ -118,5 +118,5 @@ def _steps(values: Sequence[object]) -> list[float]:
     """Return a ledger's entry, which cannot take away from what others have spent."""
     noise, rate, count = (float(number) for number in values)  # type: ignore[arg-type]
     if not (0 <= noise < math.inf and 0 <= rate <= 1 and count >= 0 and count.is_integer()):
-        raise ValueError(f"{values} is no noise multiplier, rate and number of steps")
+        raise ValueError(f"{values} is not a noise multiplier, rate and number of steps")
     return [noise, rate, count]

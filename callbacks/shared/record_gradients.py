@@ -206,7 +206,7 @@ class RecordGradients:
 
     @torch.no_grad()
     def privatise(self, optimizer: Any) -> None:
-        """Put the private gradient in the place of the gradient of everything that the optimizer trains.
+        """Put the private gradient in place of the gradient of everything that the optimizer trains.
 
         Raises:
             ValueError: If the budget has no room for it, it is the second one of a batch, or the gradient has parts that are
@@ -236,7 +236,7 @@ class RecordGradients:
         self.steps += 1
 
     def _by_unit(self, samples: Samples) -> Samples:
-        """Return the mean gradient of each group of the batch, in the place of those of records."""
+        """Return the mean gradient of each group of the batch, instead of those of records."""
         if self._owners is None or not self.size:
             return samples
         of_records = samples.dense()
@@ -305,7 +305,7 @@ def refuse_changed(module: LightningModule, before: dict[str, Tensor]) -> None:
         if not torch.equal(*pair):
             raise ValueError(
                 f"Training changes the buffer '{name}', and noise covers gradients only: what the buffer has of records "
-                "would leave as it is. Leave it out, or, if it counts steps only, make it an attribute that is no buffer."
+                "would leave as it is. Leave it out, or, if it counts steps only, make it an attribute that is not a buffer."
             )
 
 
@@ -428,7 +428,7 @@ def refuse_mixed_records(
 ) -> None:
     """See that the gradient of a record in a batch is that of the record alone.
 
-    A loss over pairs of records, a sum in the place of a mean, or a batch that is not the first dimension would each make
+    A loss over pairs of records, a sum instead of a mean, or a batch that is not the first dimension would each make
     clipping meaningless.
 
     Args:

@@ -142,7 +142,7 @@ def digest_of(*values: Any) -> str:
 
 
 def _add_to(digest: Any, value: Any) -> None:
-    """Add a tree to a hash; of objects that are no plain values their class, which is the same in each process."""
+    """Add a tree to a hash; of objects that are not plain values their class, which is the same in each process."""
     if isinstance(value, Mapping):
         for name in sorted(value, key=str):
             digest.update(f"|{name}=".encode())
