@@ -132,9 +132,13 @@ class FederatedDataModule(LightningDataModule, ABC):
         return False
 
     @property
-    def input_names(self) -> list[str] | None:
-        """What each input of the network is, in order, where it has a name and all clients are to have the same."""
-        return None
+    def meaning(self) -> dict[str, list[str]]:
+        """What a network's `inputs` and `targets` are, in order, as far as they have names; all clients have the same.
+
+        Here: the names of classes, of the user's own data module too (`class_names`).
+        """
+        names = getattr(self.original, "class_names", None)
+        return {"targets": [str(name) for name in names]} if names else {}
 
     @property
     def named_by_file(self) -> dict[str, Any]:

@@ -100,6 +100,10 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
     def partition_name(self) -> str:
         return f"by {self.client}" if self.client is not None else self.partitioner.describe()
 
+    @property
+    def meaning(self) -> dict[str, list[str]]:
+        return super().meaning | ({"inputs": self.inputs} if len(self.inputs) > 1 else {})
+
     def prepare_data(self) -> None:
         """Get the data set where `download` is on (Lightning's hook)."""
         if isinstance(self.source, str | Path):
@@ -123,10 +127,8 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
         present = [cells for cells in raw.values() if cells is not None]
         if self.class_names is None and present and len(present) == len(raw) and all(len(cells) for cells in present):
             check_classes(np.concatenate(present), f"Column {self.label!r}", "make it a ClassLabel with its names")
-        if self.class_names is None and any(cells is not None and cells.dtype.kind in "US" for cells in raw.values()):
-            self.class_names = np.unique(
-                np.concatenate([cells for cells in raw.values() if cells is not None])
-            ).tolist()
+        if self.class_names is None and any(labels[split] is not cells for split, cells in raw.items()):
+            self.class_names = np.unique(np.concatenate(present)).tolist()
         self._divides = suited(self.partitioner, labels, "HuggingFaceDataModule")
         datasets: dict[str, Dataset[Any]] = {
             split: Rows(table, self.inputs, self._targets(table, labels[split], split), self.transform)

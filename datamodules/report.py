@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule
+from fedlightning.datamodules.base import SPLITS, FederatedDataModule, sort_clients
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule
 from fedlightning.ranges import number_in
 
@@ -136,7 +136,7 @@ def describe(
                [0, 1]])
     """
     if isinstance(source, FederatedDataModule):
-        ids = source.client_ids
+        ids = sort_clients(source.client_ids)
         count_rows = [source.class_counts(client, split) for client in ids]
         if any(row is None for row in count_rows):
             table = np.array([[source.num_samples(client, split)] for client in ids])
@@ -186,7 +186,7 @@ def plot_partition(
         >>> from fedlightning.datamodules import plot_partition
         >>> figure = plot_partition([[0, 1, 2], [3]], labels=[0, 0, 1, 1])
         >>> figure.axes[0].get_title()
-        '2 clients, the smallest has 1 sample, mean TV distance of labels 0.33'
+        '2 clients, the smallest has 1 sample; labels differ by 0.33 (0 alike, 1 disjoint)'
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -221,7 +221,7 @@ def plot_partition(
     axes.spines[["top", "right"]].set_visible(False)
     words = f"{clients} {axis}s, the smallest has {report.min_size} sample{'s' if report.min_size != 1 else ''}"
     if classes > 1:
-        words += f", mean TV distance of labels {report.mean_total_variation:.2f}"
+        words += f"; labels differ by {report.mean_total_variation:.2f} (0 alike, 1 disjoint)"
     axes.set_title(words if title is None else title, fontsize=10)
     if 1 < classes <= 30:
         handles, names = axes.get_legend_handles_labels()
@@ -404,10 +404,11 @@ def describe_columns(
         >>> [(one.name, one.test, one.p < 0.05) for one in found]
         [('age', 'Kruskal-Wallis', True), ('sex', 'chi-square', False)]
     """
-    patients = {client: data.sample_values(client, split, group) if group else None for client in data.client_ids}
+    clients = sort_clients(data.client_ids)
+    patients = {client: data.sample_values(client, split, group) if group else None for client in clients}
     reports = []
     for name in columns:
-        cells = {client: data.sample_values(client, split, name) for client in data.client_ids}
+        cells = {client: data.sample_values(client, split, name) for client in clients}
         single = {client: _first_of_each(column, patients[client]) for client, column in cells.items()}
         reports.append(_report(name, cells, single))
     return sorted(reports, key=lambda report: (report.p is None, report.p or 0.0, -(report.effect or 0.0)))
@@ -494,7 +495,7 @@ def plot_images(data: FederatedDataModule, split: str = "train", most: int = 8) 
     """
     from matplotlib.figure import Figure
 
-    shown = {client: _images(data, client, split, most) for client in data.client_ids}
+    shown = {client: _images(data, client, split, most) for client in sort_clients(data.client_ids)}
     if not any(shown.values()):
         return None
     beside = -(-len(shown) // LINES)
@@ -507,7 +508,7 @@ def plot_images(data: FederatedDataModule, split: str = "train", most: int = 8) 
         client_axes = grid[number % lines, number // lines * most :]
         for axes, image in zip(client_axes, images, strict=False):
             axes.imshow(image, cmap="gray")
-        client_axes[0].set_title(client, fontsize=8, loc="left", parse_math=False)
+        client_axes[0].set_title(f"client {client}", fontsize=8, loc="left", parse_math=False)
     return figure
 
 

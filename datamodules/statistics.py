@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,12 +37,9 @@ class Open:
         self.numbers: dict[str, tuple[int, np.ndarray]] = {}
         self.words: dict[str, tuple[int, int, np.ndarray]] = {}
 
-    def wanted(self, features: Sequence[str]) -> dict[str, Any] | None:
-        """Return what is asked of every client in plain values, or `None` if nothing is open.
-
-        Args:
-            features: Names of all features; their hash tells sites apart whose columns have other meanings.
-        """
+    @property
+    def wanted(self) -> dict[str, Any] | None:
+        """What is asked of every client in plain values, or `None` if nothing is open."""
         if not (self.numbers or self.words):
             return None
         return {
@@ -52,7 +47,6 @@ class Open:
             "bins": {name: [float(end) for end in self.ranges[name]] for name in self.numbers if name in self.ranges},
             "words": {name: most for name, (_, most, _) in self.words.items()},
             "least": self.least,
-            "features": hashlib.sha256(json.dumps(list(features)).encode()).hexdigest()[:12],
         }
 
     def sums(self, rows: np.ndarray) -> Sums:

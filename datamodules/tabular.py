@@ -398,10 +398,10 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         )
 
     @property
-    def input_names(self) -> list[str] | None:
-        return (
-            self.feature_names if self.wanted_statistics is None else None
-        )  # these tell of columns and words themselves
+    def meaning(self) -> dict[str, list[str]]:
+        scales = [f"{name}: {list(map(float, pair))}" for name, pair in sorted(self.statistics.items())]
+        targets = [str(name) for name in self.class_names or (self.target_statistics or ())]
+        return {"inputs": [*self.feature_names, self.scale, *scales], "targets": [*self._targeted, *targets]}
 
     @property
     def named_by_file(self) -> dict[str, Any]:
@@ -409,7 +409,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
 
     @property
     def wanted_statistics(self) -> dict[str, Any] | None:
-        return self._open.wanted(self.feature_names)
+        return self._open.wanted
 
     def statistics_of(self, client: str) -> dict[str, Any]:
         return self._open.sums(self.indices(client, "train"))
@@ -525,6 +525,10 @@ class TextTableDataModule(TabularFederatedDataModule):
     def vocabulary_size(self) -> int:
         """Numbers that a word can have, padding included: `vocab_size` of a network."""
         return self.numbers_of.size
+
+    @property
+    def meaning(self) -> dict[str, list[str]]:
+        return super().meaning | {"inputs": self.numbers_of.meaning}
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         ids, splits = super().build()

@@ -103,6 +103,11 @@ class TextDataModule(LoaderDataModule):
         super().__init__(splits[0], splits[1], splits[2])
 
     @property
+    def meaning(self) -> dict[str, list[str]]:
+        words: dict[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
+        return super().meaning | {"inputs": sorted(words, key=words.__getitem__)} if words else super().meaning
+
+    @property
     def coupled_records(self) -> str:
         if not self.packing:
             return ""

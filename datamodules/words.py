@@ -39,6 +39,11 @@ class WordNumbers:
         """Numbers that a word can have, padding included: `vocab_size` of a network."""
         return self.buckets + 1 if self.vocabulary is None else len(self._numbers()) + 2
 
+    @property
+    def meaning(self) -> list[str]:
+        """What numbers stand for: the words in their order, or how many numbers hashes have."""
+        return [f"{self.buckets} hashes"] if self.vocabulary is None else list(self._numbers())
+
     def __call__(self, text: str) -> list[int]:
         words = _WORDS.findall(text)[: self.max_words]
         if self.vocabulary is None:

@@ -46,8 +46,8 @@ class WrappedDataModule(FederatedDataModule):
         return self.whole.coupled_records
 
     @property
-    def input_names(self) -> list[str] | None:
-        return self.whole.input_names
+    def meaning(self) -> dict[str, list[str]]:
+        return self.whole.meaning
 
     @property
     def named_by_file(self) -> dict[str, Any]:
@@ -140,6 +140,14 @@ class WrappedIndexedDataModule(IndexedFederatedDataModule):
     @property
     def coupled_records(self) -> str:
         return self.source.coupled_records
+
+    @property
+    def meaning(self) -> dict[str, list[str]]:
+        return self.source.meaning
+
+    @property
+    def named_by_file(self) -> dict[str, Any]:
+        return self.source.named_by_file
 
     def prepare_data(self) -> None:
         """Call the source's `prepare_data`."""

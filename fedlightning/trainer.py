@@ -66,8 +66,15 @@ Batches = Annotated[float, Range("(0, 1]", "A float is a share of an epoch, an i
 SomeBatches = Annotated[float, Range("[0, 1]", "A float is a share of the batches, an int a number of them.")]
 
 
+class _InText(type):
+    """The class of FederatedTrainer: LightningCLI(trainer_class=FederatedTrainer) refuses it with this text."""
+
+    def __format__(cls, spec: str) -> str:
+        return f"{cls!r} (which has a command line of its own: write FederatedCLI(MyModule, MyData), no LightningCLI)"
+
+
 @in_words(OF_METHODS, ATTRIBUTES)
-class FederatedTrainer:
+class FederatedTrainer(metaclass=_InText):
     """Trains one LightningModule per client, federated; used like `lightning.pytorch.Trainer`.
 
     Args:

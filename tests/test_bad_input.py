@@ -315,6 +315,10 @@ def test_calls_without_a_model_or_data_say_what_to_pass():
         trainer.predict(3)
     with pytest.raises(ConfigurationError, match=r"uses the models that fit\(\) trained, and got a Toy"):
         trainer.predict(Toy())
+    with pytest.raises(
+        ConfigurationError, match=r"got a LightningDataModule, which has no predict_dataloader. Pass a Data"
+    ):
+        trainer.predict(LightningDataModule())
 
 
 @pytest.mark.parametrize("client", ["", " ", "\ud800"])

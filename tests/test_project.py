@@ -12,8 +12,9 @@ import pytest
 import yaml
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from fedlightning import FederatedCLI
+from fedlightning import FederatedCLI, FederatedTrainer
 from fedlightning.cli import main
 from fedlightning.config.value_checks import refuse_misread
 from fedlightning.datamodules import DigitsDataModule, IIDPartitioner, Partitioned
@@ -201,6 +202,12 @@ def test_every_argument_of_lightningcli_is_here_or_has_a_sentence(project):
     for name in names:
         with pytest.raises(ConfigurationError, match=f"FederatedCLI has no argument '{name}'. Use "):
             FederatedCLI(project.Net, project.Data, args=["fit"], **{name: 1})
+
+
+def test_lightningcli_with_the_federated_trainer_names_what_to_write(project):
+    with pytest.raises(MisconfigurationException, match=r"FederatedTrainer.*write FederatedCLI\(MyModule, MyData\)"):
+        LightningCLI(project.Net, project.Data, trainer_class=FederatedTrainer, args=["fit"])
+    assert "FederatedCLI" not in repr(FederatedTrainer)
 
 
 @pytest.mark.slow

@@ -242,6 +242,10 @@ class LEAFSent140DataModule(LEAFDataModule):
         """Numbers that a word can have, padding included: `vocab_size` of a network."""
         return self.numbers_of.size
 
+    @property
+    def meaning(self) -> dict[str, list[str]]:
+        return super().meaning | {"inputs": self.numbers_of.meaning}
+
     def inputs(self, user: LEAFUser) -> Tensor:
         for sample, row in enumerate(user.x, start=1):
             if not isinstance(row, list) or len(row) <= _TEXT or not isinstance(row[_TEXT], str):

@@ -92,6 +92,8 @@ def check_prediction_data(source: Any, client: str | None) -> None:
         raise ConfigurationError(
             f"predict() uses the models that fit() trained, and got a {type(source).__name__}. {way}"
         )
+    if isinstance(source, LightningDataModule) and not is_overridden("predict_dataloader", source):
+        raise ConfigurationError(f"predict() got a {type(source).__name__}, which has no predict_dataloader. {way}")
     batches = isinstance(source, LightningDataModule) or (
         hasattr(source, "__iter__") and not isinstance(source, str | bytes)
     )

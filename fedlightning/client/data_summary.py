@@ -117,6 +117,11 @@ def limited(batches: int, limit: int | float | None) -> int:
     return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
 
+MEANING = {
+    "inputs": "columns, categories, scale, statistics and vocabulary",
+    "targets": "target, classes (or ClassLabel) and target_statistics",
+}
+"""What one network takes at all sites -> what says what it means."""
 Detail = Literal["classes", "splits", "loaders", "batches", "pooled", "public", "public content"]
 """What is looked up only where it is asked for: it may take time where clients or samples are many."""
 
@@ -146,7 +151,7 @@ class DataSummary:
         content: A hash of a few training samples of some clients, where these are in memory; else `None`.
         over_rounds: Training samples of a client in rounds 0, 1, ..., the last number from then on, where the training
             data change from round to round. `sizes` are then of all rounds.
-        inputs: A hash of the names of the network's inputs in their order; `None` where they have none.
+        meaning: A hash of what the network's `"inputs"` and `"targets"` are, in order, where they have names.
         statistics: What the clients are to agree on before round 1: columns and words, no values; `None`: nothing.
     """
 
@@ -169,7 +174,7 @@ class DataSummary:
     content: str | None = None
     statistics: dict[str, Any] | None = None
     over_rounds: Mapping[str, list[int]] = field(default_factory=dict)
-    inputs: str | None = None
+    meaning: Mapping[str, str] = field(default_factory=dict)
 
     def num_samples(self, client: str, split: str = "train", round: int | None = None) -> int:
         """Return the number of samples that a client holds in a split; for training in a round, if one is given."""
@@ -210,11 +215,12 @@ class DataSummary:
                     f"The sites of '{first.client_ids[0]}' and '{site.client_ids[0]}' have different public data "
                     f"({first.public_print or 'none'}; {site.public_print or 'none'}). Give every site the same."
                 )
-            if site.inputs != first.inputs:
-                raise ValueError(
-                    f"The sites of '{first.client_ids[0]}' and '{site.client_ids[0]}' have different columns, or in another "
-                    "order, and one network is to take them. Give every site's file the same header."
-                )
+            for kind, ways in MEANING.items():
+                if site.meaning.get(kind) != first.meaning.get(kind):
+                    raise ValueError(
+                        f"The sites of '{first.client_ids[0]}' and '{site.client_ids[0]}' have different {kind}, or in "
+                        f"another order, and one network is to take them. Give every site the same {ways}."
+                    )
             if site.statistics != first.statistics:
                 raise ValueError(
                     f"The sites of '{first.client_ids[0]}' and '{site.client_ids[0]}' are to agree on different statistics "
@@ -280,7 +286,7 @@ def describe(
         seed if isinstance(seed, int) else 0,
         together,
         statistics=few.wanted_statistics,
-        inputs=None if few.input_names is None else _hash(few.input_names),
+        meaning={kind: _hash(names) for kind, names in few.meaning.items()},
         over_rounds={client: few.sizes_by_round(client) for client in everybody} if few.drifts else {},
         **found,
     )

@@ -18,8 +18,9 @@ from fedlightning.commands.json_output import print_json
 from fedlightning.commands.terminal import say, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.datamodules import FederatedDataModule
+from fedlightning.datamodules.base import sort_clients
 from fedlightning.datamodules.report import class_names_of
-from fedlightning.scores.metrics import ACCURACY, SHARES, bare
+from fedlightning.scores.metrics import ACCURACY, SHARES, bare, units_in_words
 from fedlightning.storage.files import write_text_atomically
 from fedlightning.study.calibration import calibration, calibration_intervals, wilson
 from fedlightning.study.columns import GLOBAL, LOCAL
@@ -127,7 +128,7 @@ def show_evaluation(
     federation = trainer.federation
     assert federation is not None
     known = federation.engine.runner.described
-    sizes = {client: known.num_samples(client, split) for client in known.client_ids}
+    sizes = {client: known.num_samples(client, split) for client in sort_clients(known.client_ids)}
     found = None
     if data is not None and split == "test":
         found = predict_samples(trainer, data, [client for client, samples in sizes.items() if samples >= least])
@@ -148,6 +149,10 @@ def show_evaluation(
     classes = [] if data is None else class_names_of(data)
     event = classes[1] if len(classes) == 2 else None  # of two classes the second is the event
     meanings += f" Events are of class {event}." if event is not None else ""
+    scale = getattr(data, "target", None), getattr(data, "target_statistics", None)
+    meanings += "".join(
+        f" {told}" for name in names[:MOST] if data is not None and (told := units_in_words(name, *scale))
+    )
     screen.print(f"{INTERVALS}{meanings} All columns are in the files.", highlight=False, markup=False)
     if found is not None and found.reason:
         say(screen, f"No calibration slope: {found.reason}.", markup=False)

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fedlightning.contract import POOLED, Change, FederatedCallback, FirstStep, Setup
@@ -280,6 +281,8 @@ class PreflightQuestions:
 
     def steps(self) -> None:
         """Run one batch of every step that the run will use, on copies."""
+        for module in self.modules.values():
+            _tell_of_compiled(module)
         if self.federation.sanity_check:
             self._trials.check(self.modules)
             for architecture, names in self._trials.changed.items():
@@ -405,3 +408,14 @@ def refuse_quantized(module: LightningModule) -> None:
                 "no gradient goes: what is before them would not train. Train the network in float32 or bfloat16, and "
                 "quantize what is deployed."
             )
+
+
+def _tell_of_compiled(module: LightningModule) -> None:
+    """Say that compiling takes time, and when: the first batch of training and of evaluation wait for it, without a word."""
+    compiled = [path for path, child in module.named_modules() if type(child).__name__ == "OptimizedModule"]
+    if compiled:
+        rank_zero_info(
+            f"{user_class(module).__name__} compiles {listed(map(repr, compiled))} (torch.compile) at the first batches of "
+            "training and of evaluation, which takes up to minutes on a CPU: once in each process, for all clients. "
+            "TORCH_COMPILE_DISABLE=1 runs without."
+        )

@@ -209,10 +209,19 @@ class OneBatchDone(ControlFlow):
 
 
 class StopAfterOne(Callback):
-    """Ends a fit after its first batch, of which the module sees the end."""
+    """Ends a fit after its first batch, of which the module sees the end.
+
+    Args:
+        epoch: The module sees the end of the epoch, too: it may log there.
+    """
+
+    def __init__(self, epoch: bool = False) -> None:
+        self.epoch = epoch
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         pl_module.on_train_batch_end(*args)
+        if self.epoch:
+            pl_module.on_train_epoch_end()
         following = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.strict]
         visit = next(one for one in trainer.callbacks if isinstance(one, VisitCallback))  # type: ignore[attr-defined]
         visit.look()
@@ -286,7 +295,7 @@ class StepTrial(PlainTask):
         return StepFinding(names=sorted(names))
 
     def _train(self, runner: ClientRuntime, module: LightningModule, loader: DataLoader[Any]) -> None:
-        alone = runner.beside(runner.blueprint.without_callbacks([StopAfterOne()]))
+        alone = runner.beside(runner.blueprint.without_callbacks([StopAfterOne(self.listen)]))
         message = Message(0, self.client, {}, ())
         while True:
             visitor = Client(alone, message, ClientRecord(), module)
@@ -505,21 +514,22 @@ class StepTrials:
 
     # -- monitors ------------------------------------------------------------------------------------------------------
     def _watching(self, architecture: str) -> list[tuple[str, str]]:
-        """Return callbacks and what they monitor; none where it may be logged at an epoch's end, which no try reaches."""
-        if is_overridden("on_train_epoch_end", self.blueprint.template_of(architecture)):
+        """Return callbacks and what they monitor; none beside a callback of the user's, which may log it and is not tried."""
+        callbacks = self.blueprint.settings.callbacks
+        if not all(type(one).__module__.startswith(("lightning.", "pytorch_lightning.")) for one in callbacks):
             return []
-        strict = [one for one in self.blueprint.settings.callbacks if getattr(one, "strict", True)]
+        strict = [one for one in callbacks if getattr(one, "strict", True)]
         watching = [(type(one).__name__, getattr(one, "monitor", None)) for one in strict]
         return [(owner, monitor) for owner, monitor in watching if isinstance(monitor, str)]
 
     def _refuse_unknown_monitors(self, monitors: Sequence[tuple[str, str]], architecture: str) -> None:
         """Refuse callbacks and schedulers that monitor what the module logs neither in training nor in validation."""
         template = self.blueprint.template_of(architecture)
-        if not monitors or is_overridden("on_train_epoch_end", template):
+        if not monitors:
             return
         try:
             found = [one for split in ("train", "val") for one in islice(self._tries(split, architecture, True), 1)]
-        except Exception:  # the step that fails is found by the checks
+        except Exception:  # the step that fails is found by the checks; of an epoch's end one batch tells nothing
             return
         if any(one.refusal is not None for one in found):  # elsewhere, where it cannot raise here
             return

@@ -188,7 +188,11 @@ def list_outgoing(federation: Federation) -> list[OutgoingItem]:
     }
     before, visit, every = "before round 1", "in each visit", federation.asked_evaluate_every
     items = [
-        OutgoingItem("sizes", "numbers of samples, classes and batches, hashes of who tests on which", before),
+        OutgoingItem(
+            "sizes",
+            "numbers of samples, classes and batches, hashes of who tests on which and of names of inputs and classes",
+            before,
+        ),
         OutgoingItem("classes", "numbers of training samples by class, hashes of who trains on which", before),
         OutgoingItem("entries", ", ".join(entries), visit),
         *(

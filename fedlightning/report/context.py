@@ -74,6 +74,11 @@ class Context:
         """Better end of the metric, for :attr:`Column.better`."""
         return "high" if self.higher else "low"
 
+    @property
+    def tenth(self) -> str:
+        """Name of the score that a tenth of the clients is worse than."""
+        return "10th pct." if self.higher else "90th pct."
+
     def over(self, name: str) -> str:
         """Describe the gain over `name`, which is positive if better: for a loss, the value of `name` comes first."""
         return f"{self.metric} minus {name}’s" if self.higher else f"{name}’s {self.metric} minus own"

@@ -58,9 +58,14 @@ def no_value(axes: Axes, place: int) -> None:
     axes.text(0.01, place, "no value", transform=axes.get_yaxis_transform(), color=BAD, va="center", fontsize=9)
 
 
-def clients_below(axes: Axes, names: Sequence[str], count: int, order: str, upright: bool) -> None:
+def upright(names: Sequence[str], room: int) -> int:
+    """Return the angle of names below their places: 90 where they would touch in a line of so many letters, else 0."""
+    return 90 if (max(map(len, names), default=0) + 1) * len(names) > room else 0
+
+
+def clients_below(axes: Axes, names: Sequence[str], count: int, order: str) -> None:
     """Name the clients below their bars; without names say how many there are, and in which order they stand."""
-    axes.set_xticks(np.arange(len(names)), names, rotation=90 if upright else 0)
+    axes.set_xticks(np.arange(len(names)), names, rotation=upright(names, 42))
     axes.set_xlabel("client" if names else f"{count} clients, {order} first")
     axes.set_xlim(-0.7, count - 0.3)
     axes.grid(axis="x", visible=False)

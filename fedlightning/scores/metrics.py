@@ -32,14 +32,17 @@ SHARES = (
     "balanced_accuracy",
     "f1",
     "f1_macro",
+    "f1_macro_all",
     "auroc",
     "auc",
+    "pr_auc",
+    "ece",
     "precision",
     "recall",
     "specificity",
 )
 """Metrics that are shares whoever logs them; some log percents."""
-ERRORS = ("mse", "rmse", "mae", "mape", "brier", "ece", "perplexity")
+ERRORS = ("mse", "rmse", "mae", "mape", "brier", "perplexity")
 """Metrics that are never below 0, whoever logs them."""
 
 
@@ -66,6 +69,22 @@ def metric_label(name: str) -> str:
         ('RMSE', 'top 5')
     """
     return LABELS.get(name, name.replace("_", " "))
+
+
+def units_in_words(metric: str, target: str | None, statistics: Sequence[float] | None) -> str | None:
+    """Return in what units the errors of a regression are; `None` for other metrics.
+
+    Example:
+        >>> units_in_words("mse", "days", [12, 6])
+        'mse is in squared standard deviations of days: times 36 it is in its own squared units.'
+    """
+    if metric not in ("rmse", "mae", "mse"):
+        return None
+    of, squared = target or "the target", "squared " if metric == "mse" else ""
+    if statistics is None:
+        return f"{metric} is in the {squared}units of {of}."
+    times = float(statistics[1]) ** (2 if squared else 1)
+    return f"{metric} is in {squared}standard deviations of {of}: times {times:g} it is in its own {squared}units."
 
 
 def bounds_of(modules: Iterable[Any]) -> dict[str, tuple[float, float]]:

@@ -44,7 +44,7 @@ LEAVES: Mapping[str, How] = {
     "loaders": "as it is",
     "batches": "as it is",
     "together": "as it is",
-    "inputs": "as it is",
+    "meaning": "as it is",
     "statistics": "as it is",
     "over_rounds": "as it is",
     "splits": "keyed",

@@ -85,11 +85,11 @@ def _evidence(study: StudyData) -> Iterator[Problem]:
     trained = [name for name in study.methods if (steps(study, name) or 0) > 0]
     improving = still_improving(study)
     if improving:
-        who = "All methods" if len(improving) >= len(trained) else ", ".join(improving)
-        share = max(improving.values())
+        who = "All methods" if len(improving) >= len(trained) > 1 else ", ".join(improving)
+        gain = f"up to {max(improving.values()):.0%} came in the last quarter of the rounds"
         text = (
-            f"{who} still improve{'s' if len(improving) == 1 and len(trained) > 1 else ''}: of all that validation curves "
-            f"gained, up to {share:.0%} came in the last quarter of the rounds. More rounds may change the order."
+            f"{who} still improve{'s' if len(improving) == 1 else ''}: of all that validation curves gained, {gain}. "
+            f"More rounds may {'change the order' if trained[1:] else 'do better'}."
         )
         yield Problem("unconverged", None, None, text)
     for method, other, apart in without_effect(study) if constant is None else ():
@@ -240,7 +240,7 @@ def _missing_baselines(study: StudyData) -> Iterator[Problem]:
         ("siloed", "siloed run (Local)", "participation rates"),
         ("fedavg", "FedAvg run", "participation rates, appeal and opt-outs"),
     ):
-        if role not in study.baselines and study.finished and not (mixed and role == "fedavg"):
+        if role not in study.baselines and study.finished and study.methods[1:] and not (mixed and role == "fedavg"):
             text = f"There is no {name} among the runs, so {measures} are empty. Add it."
             yield Problem("no_baseline", None, None, text)
 

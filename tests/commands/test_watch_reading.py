@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -183,6 +184,16 @@ def test_a_grid_of_runs_as_it_fills(study):
     shutil.move(study / "study.json", study / "tasks/study.json")
     shutil.move(study / "runs", study / "tasks/runs")
     assert Watched(study).state()["runs"][1]["id"] == "tasks/runs/fedavg/seed_1"  # as league has it
+
+
+def test_a_run_that_has_started_is_running_before_its_first_round(study):
+    (study / ".lock").touch()
+    log = study / Watched(study).state()["runs"][3]["id"] / "log.txt"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    for seconds, state in ((60, "running"), (-60, "pending")):  # the second is of an earlier command
+        os.utime(log, times=(began := (study / ".lock").stat().st_mtime, began + seconds))
+        assert Watched(study).state()["runs"][3]["state"] == state
 
 
 def test_a_league_lists_more_runs_as_it_goes_so_nobody_knows_its_end(study):

@@ -91,14 +91,16 @@ def test_images_stand_side_by_side():
     data = DigitsDataModule(IIDPartitioner(3), max_train=60)
     data.setup()
     figure = plot_images(data, most=4)
-    assert len(figure.axes) == 12 and figure.axes[0].get_title(loc="left") == data.client_ids[0]
+    assert len(figure.axes) == 12 and figure.axes[0].get_title(loc="left") == f"client {data.client_ids[0]}"
 
 
 def test_images_of_all_clients_are_shown():
     data = DigitsDataModule(IIDPartitioner(45), max_train=450)
     data.setup()
     figure = plot_images(data, most=2)
-    assert {axes.get_title(loc="left") for axes in figure.axes} - {""} == set(data.client_ids)
+    assert {axes.get_title(loc="left") for axes in figure.axes} - {""} == {
+        f"client {client}" for client in data.client_ids
+    }
 
 
 def test_texts_are_no_categories_and_no_patients_text_is_shown(tmp_path):

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 import torch
 
-from fedlightning.client import data_summary
 from fedlightning.datamodules import DirichletPartitioner, IIDPartitioner, TabularFederatedDataModule, describe
 from fedlightning.datamodules.tables import Form, numbers_of, read_table
 
@@ -331,19 +330,6 @@ def test_a_column_of_days_is_said_to_be_one(tmp_path, day):
 def test_a_report_names_classes_as_the_file_does(tmp_path):
     report = describe(ready(write(tmp_path, patients())))
     assert report.classes == ["no", "yes"] and report.rows()[0].keys() >= {"no", "yes"}
-
-
-def test_sites_whose_columns_are_in_another_order_do_not_train_one_network(tmp_path):
-    told = []
-    for name, header in (("a", "age,dose,site,y"), ("b", "dose,age,site,y"), ("c", "age,dose,site,y")):
-        path = tmp_path / f"{name}.csv"
-        path.write_text("\n".join([header, *(f"{40 + i},{i % 7},{name},{i * 0.5}" for i in range(40))]))
-        data = TabularFederatedDataModule(path, target="y", client="site")
-        data.setup()
-        told.append(data_summary.describe(data))
-    assert data_summary.DataSummary.merged([told[0], told[2]]).client_ids == ["a", "c"]
-    with pytest.raises(ValueError, match=r"sites of 'a' and 'b' have different columns, or in another order"):
-        data_summary.DataSummary.merged(told)
 
 
 def test_what_the_file_alone_decides_is_told(tmp_path):

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import F1Score
@@ -91,6 +91,44 @@ def test_a_callback_that_monitors_nothing_is_refused(callback, tmp_path):
         ConfigurationError, match=f"{type(callback).__name__} monitors 'val_los', which Toy does not log"
     ):
         federate(Toy(), toy_data(), [callback], root=tmp_path, sanity_check=True)
+
+
+class LogsAtTheEnd(Toy):
+    def on_train_epoch_end(self):
+        self.log("at_end", 1.0)
+
+
+class Gap(Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        pl_module.log("gap", 1.0)
+
+
+def test_a_monitor_is_known_of_an_epochs_end_and_left_to_round_1_beside_a_callback_that_may_log_it(tmp_path):
+    """The end of an epoch was not tried; what a user's callback logs was refused."""
+    with pytest.raises(ConfigurationError, match=r"monitors 'at_en', which LogsAtTheEnd does not log. It logs at_end"):
+        federate(LogsAtTheEnd(), toy_data(), [ModelCheckpoint(monitor="at_en")], root=tmp_path, sanity_check=True)
+    for module, callbacks in (
+        (LogsAtTheEnd(), [ModelCheckpoint(monitor="at_end")]),
+        (Toy(), [Gap(), ModelCheckpoint(monitor="gap")]),
+    ):
+        trainer = federate(module, toy_data(), callbacks, root=tmp_path, sanity_check=True, max_rounds=1)
+        assert trainer.rounds_done == 1 and not trainer.summary.get("failures")
+
+
+def test_a_compiled_network_is_told_of_and_compiled_once_for_all_clients(tmp_path, monkeypatch):
+    graphs, said = [], []
+    monkeypatch.setattr("fedlightning.guards.preflight.rank_zero_info", said.append)
+
+    class Compiled(Toy):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.compile(self.net, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+
+    federate(Compiled(), toy_data([8, 8]), root=tmp_path, sanity_check=True, max_rounds=1)
+    once = len(graphs)
+    assert "Compiled compiles 'net' (torch.compile)" in said[0] and once > 0
+    federate(Compiled(), toy_data([8, 8, 8, 8]), root=tmp_path / "more", max_rounds=3)
+    assert len(graphs) <= 2 * once
 
 
 def test_one_bad_client_is_left_to_the_rounds(tmp_path):

@@ -129,7 +129,7 @@ def test_others_begin_without_a_refused_site_where_they_are_enough(tmp_path):
 class AgreeingData(ToyData):
     """Data that agree on a sum, without using it."""
 
-    wanted_statistics = {"moments": ["x"], "bins": {}, "words": {}, "least": 1, "features": "f"}
+    wanted_statistics = {"moments": ["x"], "bins": {}, "words": {}, "least": 1}
 
     def statistics_of(self, client):
         return {"moments x": [1.0, 2.0, 3.0]}

@@ -10,8 +10,9 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from fedlightning.commands.watch.reading import RunFiles, in_importance
+from fedlightning.commands.watch.reading import RunFiles, in_importance, written
 from fedlightning.config.errors import InputError
+from fedlightning.experiments.execute import LOG
 from fedlightning.storage.files import UnreadableError
 from fedlightning.study.runs import STUDY_FILE, read_study_file
 
@@ -34,7 +35,7 @@ class Watched:
         """Return what a page shows: of one of the runs, or of all; `None` where there is no such run."""
         studies = self._studies()
         if run:
-            folders = {place for place, _ in self._entries(studies)}
+            folders = {folder for _, folder, _ in self._entries(studies)}
             return self._files(self.folder / run).state() | {"kind": "run"} if run in folders else None
         if studies:
             return self._grid(studies)
@@ -66,16 +67,22 @@ class Watched:
                 continue
         return found
 
-    def _entries(self, studies: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-        return [((Path(place) / run["folder"]).as_posix(), run) for place, study in studies for run in study["runs"]]
+    def _entries(self, studies: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, str, dict[str, Any]]]:
+        return [
+            (place, (Path(place) / run["folder"]).as_posix(), run) for place, study in studies for run in study["runs"]
+        ]
 
     def _grid(self, studies: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
         runs = []
-        for folder, entry in self._entries(studies):
+        begun = {
+            place: written(self.folder / place / ".lock") for place, _ in studies
+        }  # a command writes it as it begins
+        for place, folder, entry in self._entries(studies):
             files = self._files(self.folder / folder)
             files.scores.read()
             rounds, state = files.rounds(), entry["state"]
-            going = state == "pending" and rounds > 0
+            started = written(self.folder / folder / LOG) >= begun[place] > 0
+            going = state == "pending" and (rounds > 0 or started)
             runs.append(
                 {
                     "id": folder,
@@ -90,7 +97,7 @@ class Watched:
                 }
             )
         done = [run["seconds"] for run in runs if run["state"] == "done" and run["seconds"]]
-        going = [run["rounds"] / run["max_rounds"] for run in runs if run["state"] == "running"]
+        going = [run["rounds"] / (run["max_rounds"] or 1) for run in runs if run["state"] == "running"]
         left = sum(run["state"] == "pending" for run in runs) + sum(1 - min(share, 1) for share in going)
         each = sum(done) / len(done) if done else None
         command = next((study.get("command") for _, study in studies if study.get("command")), None)

@@ -15,6 +15,7 @@ from fedlightning.resume.lock import holder_of
 from fedlightning.resume.manifest import whole
 from fedlightning.scores.metrics import DEFAULTS, bare
 from fedlightning.storage.files import read_json
+from fedlightning.study.runs import natural
 
 COLUMNS = ("round", "stage", "model", "checkpoint", "data", "split", "client", "metric", "value", "num_samples")
 SHOWN_CLIENTS, SHOWN_FAILURES = 500, 50
@@ -130,20 +131,20 @@ class RunFiles:
         seconds = sum(entry.get("seconds", 0.0) for entry in history)
         recent = [entry.get("seconds", 0.0) for entry in history[-RECENT:]]
         each = sum(recent) / len(recent) if recent else None
-        clients = sorted(self.scores.clients.values(), key=lambda one: _natural(one["client"]))
+        clients = sorted(self.scores.clients.values(), key=lambda one: natural(one["client"]))
         counts: dict[str, int] = {}
         for failure in failures:
             counts[str(failure.get("client"))] = counts.get(str(failure.get("client")), 0) + 1
         return {
             "folder": str(self.folder),
-            "title": " + ".join(self.methods()) or self.folder.name,
+            "title": " + ".join(self.methods()) or self._trainer().get("name") or self.folder.name,
             "status": status,
             "since": (holder or {}).get("since"),
             "rounds": rounds,
             "max_rounds": most,
             "seconds": summary.get("seconds", seconds) if done else seconds,
             "left": each * (most - rounds) if each is not None and status == "running" else None,
-            "heard": max(map(_written, (self.folder / "metrics.csv", self.folder / "checkpoints/last/manifest.json"))),
+            "heard": max(map(written, (self.folder / "metrics.csv", self.folder / "checkpoints/last/manifest.json"))),
             "bytes_up": sum(entry.get("bytes_up", 0) for entry in history),
             "bytes_down": sum(entry.get("bytes_down", 0) for entry in history),
             "epsilon": self._epsilon(),
@@ -221,12 +222,9 @@ def _number(text: Any) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _written(path: Path) -> float:
+def written(path: Path) -> float:
+    """Return when a file was last written, 0 where there is none."""
     try:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _natural(name: str) -> tuple[bool, int, str]:
-    return (False, int(name), "") if name.isascii() and name.isdigit() else (True, 0, name)

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedlightning.report.cells import is_number
-from fedlightning.report.drawing import WIDE, no_value, panel, rows_of
+from fedlightning.report.drawing import WIDE, no_value, panel, rows_of, upright
 from fedlightning.report.styles import BAD, INK, ON_BRIGHT, ON_DARK, SEQUENTIAL, Style, short_names
 
 MANY = 24
@@ -31,11 +31,11 @@ def client_map(values: Mapping[str, Scores], gains: bool) -> Figure:
     most = max(map(abs, ends)) or 1.0
     limits = (-most, most) if gains else ends if ends[0] < ends[1] else (ends[0] - 0.5, ends[1] + 0.5)
     methods, many = short_names(values, 16), len(clients) > MANY
-    upright = max(map(len, methods.values())) * len(methods) > 80
-    height = (3.4 if many else 0.7 + 0.24 * max(4, len(clients))) + (1.2 if upright else 0.0)
+    angle = upright(list(methods.values()), 115)
+    height = (3.4 if many else 0.7 + 0.24 * max(4, len(clients))) + (1.2 if angle else 0.0)
     figure, axes = panel(height=height, width=WIDE)
     image = _map(axes, table, limits, "RdBu" if gains else SEQUENTIAL)
-    axes.set_xticks(range(len(methods)), list(methods.values()), rotation=90 if upright else 0)
+    axes.set_xticks(range(len(methods)), list(methods.values()), rotation=angle)
     if many:
         axes.set_yticks([])
         axes.set_ylabel(f"{len(clients)} clients, in order")
@@ -47,7 +47,7 @@ def client_map(values: Mapping[str, Scores], gains: bool) -> Figure:
         for (row, column), value in np.ndenumerate(table):
             share = 0.5 if math.isnan(value) else (value - limits[0]) / (limits[1] - limits[0])
             dark = min(share, 1 - share) < 0.15 if gains else share < 0.5
-            text = "?" if math.isnan(value) else f"{value:+.3f}".replace("-", "\u2212") if gains else f"{value:.3f}"
+            text = "?" if math.isnan(value) else f"{value:+z.3f}".replace("-", "\u2212") if gains else f"{value:.3f}"
             colour = BAD if math.isnan(value) else ON_DARK if dark else ON_BRIGHT
             axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=8.5)
     bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=30)

@@ -39,7 +39,7 @@ def partition_bars(clients: Sequence[str], counts: Sequence[Sequence[int]], clas
         )  # fmt: skip
         bottom += table[:, index]
     names = [] if many else list(short_names([clients[i] for i in order], 14).values())
-    clients_below(axes, names, len(clients), "biggest", upright=sum(map(len, names)) > 44)
+    clients_below(axes, names, len(clients), "biggest")
     axes.set_ylabel("samples")
     if 1 < len(classes) <= 12:
         handles, labels = axes.get_legend_handles_labels()

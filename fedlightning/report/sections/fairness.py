@@ -63,7 +63,7 @@ def _columns(context: Context, rows: Sequence[Row]) -> list[Column]:
         Column("std", "std", decimals=4, better="low", help="standard deviation over clients"),
         Column("variance", "variance", decimals=5, better="low"),
         Column("worst", "worst", better=better),
-        Column("tenth_percentile", "10th pct.", better=better),
+        Column("tenth_percentile", context.tenth, better=better),
         Column("best", "best", better=better),
         Column("ipr", "IPR", "percent", better="high", help="incentivised participation rate"),
         Column("pma", "PMA mean", "difference", help="personal model appeal"),

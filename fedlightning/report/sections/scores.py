@@ -9,7 +9,7 @@ from fedlightning.report.context import METHOD, SEEDS, Context, Row
 from fedlightning.report.figures.dots import Dot, common_limits, dot_plot
 from fedlightning.report.figures.spread import against
 from fedlightning.report.html import Picture, Section
-from fedlightning.scores.metrics import bare, higher_is_better, metric_label
+from fedlightning.scores.metrics import bare, higher_is_better, metric_label, units_in_words
 from fedlightning.study.columns import GLOBAL, LOCAL, POOLED, STAGES
 
 
@@ -78,7 +78,7 @@ def _columns(context: Context) -> list[Column]:
         Column("mean", "mean", radius="ci95_radius", group="own test data", better=better,
                help="mean over seeds of the mean over clients, ± half the 95 % interval over seeds"),
         Column("median", "median", group="own test data", better=better, help="median client"),
-        Column("tenth_percentile", "10th pct.", group="own test data", better=better, help="from the bad end"),
+        Column("tenth_percentile", context.tenth, group="own test data", better=better, help="from the bad end"),
         Column("worst", "worst", group="own test data", better=better, help="worst-served client"),
         Column(POOLED, "mean", group="all clients’ data", better=better, help="deployed models on all clients' test data"),
         Column("sum", "sum", group="all clients’ data", better=better, help=added),
@@ -122,16 +122,11 @@ def _not_asked(context: Context) -> list[str]:
 
 def _units(context: Context) -> list[str]:
     """Return the note that says in what units errors of a regression are."""
-    if context.study.data.metric not in ("rmse", "mae", "mse"):
-        return []
     given = [((run.config.get("data") or {}).get("init_args") or {}) for run in context.study.data.runs]
     target = next((one["target"] for one in given if isinstance(one.get("target"), str)), None)
     scale = next((one["target_statistics"] for one in given if one.get("target_statistics")), None)
-    of = f"of {target}" if target else "of the target"
-    if scale is not None:
-        return [f"{context.metric} is in standard deviations {of}: times {float(scale[1]):g} it is in its own units."]
-    squared = "squared " if context.study.data.metric == "mse" else ""
-    return [f"{context.metric} is in the {squared}units {of}."]
+    told = units_in_words(context.study.data.metric, target, scale)
+    return [] if told is None else [told]
 
 
 def _deployed(rows: Sequence[Row]) -> list[str]:

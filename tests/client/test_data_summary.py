@@ -1,0 +1,126 @@
+"""Sites whose inputs or classes mean something else do not train one network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fedlightning.client.data_summary import DataSummary, describe
+from fedlightning.datamodules import (
+    DriftingDataModule,
+    HuggingFaceDataModule,
+    IIDPartitioner,
+    TabularFederatedDataModule,
+    TextTableDataModule,
+)
+from fedlightning.datamodules.texts import TextDataModule
+
+
+def table(path: Path, columns: str = "age,dose,site,y", **options) -> TabularFederatedDataModule:
+    name = path.name
+    rows = [f"{40 + i},{i % 7},{name},{i * 0.5}" for i in range(40)]
+    path.write_text("\n".join([columns, *rows]))
+    return TabularFederatedDataModule(path, **{"target": "y", "client": "site"} | options)
+
+
+def notes(path: Path, words: str, **options) -> TextTableDataModule:
+    (path.parent / f"{path.name}.txt").write_text(words)
+    path.write_text("\n".join(["ward,note,died", *(f"{path.name},fever and pain,{i % 2}" for i in range(20))]))
+    vocabulary = str(path.parent / f"{path.name}.txt") if words else None
+    return TextTableDataModule(path, "died", "note", client="ward", vocabulary=vocabulary, **options)
+
+
+def rows(path: Path, *labels, inputs="x", names=(), **columns) -> HuggingFaceDataModule:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict(
+        {"x": [0.5, 1.0] * 10, "z": [1.0] * 20, "site": [path.name] * 20, "label": [*labels] * (20 // len(labels))}
+    )
+    data = data.cast_column("label", datasets.ClassLabel(names=list(names))) if names else data
+    return HuggingFaceDataModule(data, inputs, client="site")
+
+
+class Tokenizer:
+    eos_token_id = 0
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: number for number, word in enumerate(self.words)}
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [1, 2]}
+
+
+def texts(path: Path, *words: str) -> TextDataModule:
+    return TextDataModule({path.name: ([{"text": "a", "label": 0}, {"text": "b", "label": 1}],)}, Tokenizer(*words))
+
+
+CASES = {
+    "columns in another order": ("inputs", lambda p: table(p), lambda p: table(p, "dose,age,site,y")),
+    "another scale": ("inputs", lambda p: table(p), lambda p: table(p, scale="none")),
+    "other public statistics": (
+        "inputs",
+        lambda p: table(p, statistics={"age": [60, 9]}),
+        lambda p: table(p, statistics={"age": [50, 9]}),
+    ),
+    "another target": ("inputs", lambda p: table(p), lambda p: table(p, target="dose")),
+    "targets in another unit": ("targets", lambda p: table(p), lambda p: table(p, target_statistics=[150, 75])),
+    "classes in another order": (
+        "targets",
+        lambda p: notes(p, "", classes=["0", "1"]),
+        lambda p: notes(p, "", classes=["1", "0"]),
+    ),
+    "another vocabulary": ("inputs", lambda p: notes(p, "fever pain"), lambda p: notes(p, "pain fever")),
+    "a vocabulary and hashes": ("inputs", lambda p: notes(p, "fever"), lambda p: notes(p, "")),
+    "other hashes": ("inputs", lambda p: notes(p, "", buckets=10), lambda p: notes(p, "", buckets=20)),
+    "other tokens": ("inputs", lambda p: texts(p, "a", "b", "c"), lambda p: texts(p, "b", "a", "c")),
+    "words as labels": ("targets", lambda p: rows(p, "cat", "dog"), lambda p: rows(p, "cat", "owl")),
+    "numbers below 0 as labels": ("targets", lambda p: rows(p, -5, 1), lambda p: rows(p, -5, 0, 1, 1)),
+    "names of labels": (
+        "targets",
+        lambda p: rows(p, 0, 1, names=["cat", "dog"]),
+        lambda p: rows(p, 0, 1, names=["dog", "cat"]),
+    ),
+    "other columns of a data set": (
+        "inputs",
+        lambda p: rows(p, 0, 1, inputs=["x", "z"]),
+        lambda p: rows(p, 0, 1, inputs=["z", "x"]),
+    ),
+    "columns of data that drift": (
+        "inputs",
+        lambda p: DriftingDataModule(table(p, scale="none"), windows=2),
+        lambda p: DriftingDataModule(table(p, "dose,age,site,y", scale="none"), windows=2),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "first", "other"), CASES.values(), ids=CASES)
+def test_one_network_takes_inputs_and_targets_of_one_meaning(kind, first, other, tmp_path):
+    sites = []
+    for name, make in (("a", first), ("b", other), ("c", first)):
+        data = make(tmp_path / name)
+        data.setup("fit")
+        sites.append(describe(data))
+    assert DataSummary.merged([sites[0], sites[2]]).client_ids == ["a", "c"]
+    with pytest.raises(
+        ValueError, match=rf"sites of 'a' and 'b' have different {kind}, or in another order.*Give every"
+    ):
+        DataSummary.merged(sites)
+
+
+def test_a_site_that_lacks_a_named_class_takes_part(tmp_path):
+    sites = []
+    for name, labels in (("a", (0, 1, 2, 1)), ("b", (0, 1))):
+        data = rows(tmp_path / name, *labels, names=["cat", "dog", "owl"])
+        data.setup("fit")
+        sites.append(describe(data))
+    assert DataSummary.merged(sites).client_ids == ["a", "b"]
+
+
+def test_names_do_not_travel(tmp_path):
+    data = table(tmp_path / "a", partitioner=IIDPartitioner(2), client=None, drop=["site"])
+    data.setup("fit")
+    assert not re.search("age|dose", str(describe(data).meaning))
