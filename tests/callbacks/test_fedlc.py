@@ -284,7 +284,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_losses_than_the_cross_entropy_are_refused(name):
     with pytest.raises(
-        ValueError, match=r"FedLC changes the logits of a cross entropy, and the loss of Loss is no mean"
+        ValueError, match=r"FedLC changes the logits of a cross entropy, and the loss of Loss is not a mean"
     ):
         federate(Loss(OTHERS[name]), skewed(), [FedLC()], max_rounds=1)
     federate(Loss(OTHERS[name]), skewed(), [FedLC(tau=0.0)], max_rounds=1)

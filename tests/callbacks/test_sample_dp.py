@@ -587,7 +587,7 @@ def test_a_ledger_counts_all_runs_on_the_same_data(tmp_path):
     with pytest.raises(FederationError, match="since others of the ledger have spent"):
         run("third", epsilon=alone["epsilon"] * 1.01)
     (tmp_path / "ledger" / "0.json").write_text("{}")
-    with pytest.warns(UserWarning, match="is no ledger"):
+    with pytest.warns(UserWarning, match="is not a ledger"):
         run("fourth", epsilon=50.0)
 
 
