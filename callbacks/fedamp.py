@@ -108,7 +108,7 @@ class FedAMP(KeepsClientModels):
         {'a': 0.74, 'b': 0.26, 'c': 0.0}
     """
 
-    lam: Annotated[float, Range("[0, inf)", "0 is no pull.")] = 1.0
+    lam: Annotated[float, Range("[0, inf)", "0 is not a pull.")] = 1.0
     alpha: PositiveFloat | None = None
     sigma: PositiveFloat | None = None
     alpha_decay: Annotated[float, Range("(0, 1]", "alpha must not grow.")] = 1.0

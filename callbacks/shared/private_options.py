@@ -40,7 +40,7 @@ class Private(Protection):
     noise_seed: int | None
     scores: Scores
     shares: int | None = None
-    """Shares of noise that a masked sum takes; `None`: the noise is no part of one."""
+    """Shares of noise that a masked sum takes; `None`: the noise is not a part of one."""
     noised: Sequence[str] = ("entries",)
     """Kinds of items that get noise."""
     scored: Sequence[str] = ("scores",)

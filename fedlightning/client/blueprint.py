@@ -277,7 +277,7 @@ class Blueprint:
     def base(self, architecture: str) -> State:
         """Return the frozen parameters of an architecture as every module is built with them.
 
-        The server's model shares their memory: one that somebody has edited there in place is no base any more.
+        The server's model shares their memory: one that somebody has edited there in place is not a base any more.
         """
         recipe = self._find_recipe(architecture)
         if recipe.base is not None and any(value._version != version for value, version in recipe.seen):

@@ -221,7 +221,7 @@ class LightningFitter:
             for check in self._checks:
                 check(trainer.fit_loop.epoch_loop, "training_step", client.module, loader, expected)
                 check(trainer.fit_loop.epoch_loop.val_loop, "validation_step", client.module, val_loader)
-            vars(trainer)["datamodule"] = None  # its hyper-parameters are no part of what the client keeps
+            vars(trainer)["datamodule"] = None  # its hyper-parameters are not part of what the client keeps
             if keep:
                 trainer.save_checkpoint(IN_MEMORY)
                 saved = memory.checkpoint or {}
@@ -505,7 +505,7 @@ def _fit(
     batches = trainer.num_training_batches
     states = {callback.state_key: callback.state_dict() for callback in ordinary}
     record["callbacks"] = {key: state for key, state in states.items() if state}
-    if phase.loss is None:  # else it is no metric of the task
+    if phase.loss is None:  # else it is not a metric of the task
         client.metrics |= numbers(trainer.callback_metrics, client.module)
     fitter.release(trainer)
     if visit.attempts == 0 and work > 0 and client.module.automatic_optimization and batches:

@@ -7,7 +7,7 @@ logged: a monitored metric that training did not log asks for validation. The vi
 validation on the client's own data, as all that follow are (:func:`~fedlightning.client.visit.carry_out`); a visit has
 changed nothing before it ends.
 
-Metrics of torchmetrics that are not defined on a client's data: NaN in the place of the number that torchmetrics gives.
+Metrics of torchmetrics that are not defined on a client's data: NaN in place of the number that torchmetrics gives.
 
 On labels of one class torchmetrics returns 0 for the area under a ROC curve, and a recall of 0 for a class that no sample
 has. Such numbers would enter the means over clients. Inside :func:`nan_where_undefined` the metric objects of a module
@@ -334,7 +334,7 @@ def require(trainer: Any, module: str, validates: bool, error: BaseException | N
 
 
 class NotOneNumberError(ValueError):
-    """A module logs under a name what is no single number."""
+    """A module logs under a name what is not a single number."""
 
     WAY_OUT = "Log its mean, or a number for each class (torchmetrics.ClasswiseWrapper)"
 

@@ -1,4 +1,4 @@
-"""Phases beyond the task: a loss of their own in the place of `training_step`, and batches paired with targets.
+"""Phases beyond the task: a loss of their own in place of `training_step`, and batches paired with targets.
 
 Phases that train a part of a module.
 """
@@ -121,7 +121,7 @@ def phase_loss(client: Client, phase: Phase) -> Iterator[None]:
     module: LightningModule = client.module
     if phase.loss is not None and not module.automatic_optimization:
         raise ValueError(
-            f"phase '{phase.name}' minimises a loss of its own in the place of training_step, but "
+            f"phase '{phase.name}' minimises a loss of its own in place of training_step, but "
             f"{user_class(module).__name__} optimizes manually inside training_step. Use automatic optimization."
         )
     with mixed(module, PairedBatchMixin):

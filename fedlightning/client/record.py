@@ -56,7 +56,7 @@ class VisitWork:
         lr_sums: By parameter name, the sum of its learning rate over these steps.
         gradient_weights: By parameter name, the sum of the weights with which SGD has added up the gradients of these
             steps: the distance it would have moved had every gradient been 1. With momentum this is more than
-            :attr:`lr_sums`. A parameter that another optimizer moves has none: its movement is no sum of gradients.
+            :attr:`lr_sums`. A parameter that another optimizer moves has none: its movement is not a sum of gradients.
     """
 
     contributed: bool | None = None
@@ -120,7 +120,7 @@ def _is_of(base: State, key: Any, value: Any) -> bool:
 
 
 def unfold(tree: Any, base: State) -> Any:
-    """Return a tree with the entries of `base` in the place of empty tensors of their names; see :func:`fold`."""
+    """Return a tree with the entries of `base` in place of empty tensors of their names; see :func:`fold`."""
     if isinstance(tree, list):
         return [unfold(value, base) for value in tree]
     if not isinstance(tree, dict):

@@ -61,7 +61,7 @@ def parser() -> Parser:
         "--grid",
         default="",
         metavar="FILE",
-        help="in the place of CONFIGs: a file with methods and variants, such as attacks or budgets; every method is run "
+        help="in place of CONFIGs: a file with methods and variants, such as attacks or budgets; every method is run "
         "under every variant, without baselines unless --baselines names some, and the report has the table of all",
     )
     command.add_argument("--out", type=Path, metavar="DIR", help="folder for all files; default: runs/compare_LABELS")
@@ -120,7 +120,7 @@ def compare(words: Sequence[str], main: Main) -> int:
     """Carry out the command and return its exit code."""
     options, passed = parser().parse(words)
     if bool(options.grid) == bool(options.configs):
-        both = "--grid FILE is in the place of CONFIGs: give one of the two"
+        both = "--grid FILE is in place of CONFIGs: give one of the two"
         fault_of_words = both if options.grid else "--grid FILE or the following arguments are required: CONFIG"
         raise InputError(f"{fault_of_words}. See fedlightning compare --help.")
     if options.subgroup and not options.leave_one_site_out:

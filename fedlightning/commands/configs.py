@@ -89,7 +89,7 @@ def _copy_example(config: Path) -> None:
     if example.is_file() and not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(example, target)
-        print(f"{target}: a made-up table, in the place of your own")
+        print(f"{target}: a made-up table, in place of your own")
 
 
 def _chosen(wanted: Sequence[str], files: dict[str, Path]) -> list[str]:

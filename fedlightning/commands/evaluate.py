@@ -31,7 +31,7 @@ from fedlightning.trainer import FederatedTrainer
 
 FILE = "evaluation"
 """Name of the files of the table, without their endings."""
-"""Shares of samples, which have Wilson's interval; other shares are no counts."""
+"""Shares of samples, which have Wilson's interval; other shares are not counts."""
 ERRORS = {"rmse": 0.5, "mse": 1.0}
 """Errors whose interval is that of a variance -> power of the variance."""
 CALIBRATED = ("events", "observed", "expected", "slope", "in_the_large", "brier")

@@ -88,7 +88,7 @@ FIELDS: dict[str, dict[str, str]] = {
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it: null for what is not finite, text for what is no value of JSON.
+    """Return a value as JSON has it: null for what is not finite, text for what is not a value of JSON.
 
     Example:
         >>> plain({"a": float("nan"), "b": (1, 2)})

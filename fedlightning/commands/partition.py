@@ -123,7 +123,7 @@ class PartitionCommand(CommandLine):
             files.append(folder / "images.png")
             picture.savefig(files[-1], dpi=150)
         elif images > 0:
-            screen.print("images: the samples are no images (channels, height, width).", highlight=False)
+            screen.print("images: the samples are not images (channels, height, width).", highlight=False)
         say(screen, f"\nFiles: {', '.join(map(str, files))}")
         if json:
             more: dict[str, Any] = {"columns": [asdict(column) for column in columns]} if columns else {}

@@ -64,7 +64,7 @@ def report(words: Sequence[str]) -> int:
 
     options = parser().parse_args(list(words))
     runs: list[Path] = options.runs
-    for run in load_study(runs):  # raises if a folder is no run
+    for run in load_study(runs):  # raises if a folder is not a run
         if run.error is None:
             for fault in tables_of(run).faults.values():
                 warn(fault)

@@ -266,7 +266,7 @@ class Commands(CommandLine):
         data = None
         if newcomers is not None:
             if not Path(newcomers).is_file():
-                raise InputError(f"newcomers={newcomers!r} is no YAML file with a data section.")
+                raise InputError(f"newcomers={newcomers!r} is not a YAML file with a data section.")
             data = PartitionCommand("partition", ["--config", newcomers]).datamodule
         self.trainer.restore(self.model, self.datamodule, folder)
         self.trainer.onboard(data, clients, epochs=epochs)

@@ -77,7 +77,9 @@ class AtSite(CommandLine):
 
         reach.host_and_port(superlink)
         if not files.is_name(name) or name != printable(name, NAME):
-            raise InputError(f"name={name!r} is no name of a site: it is one of a folder, of 1 to {NAME} characters.")
+            raise InputError(
+                f"name={name!r} is not a name of a site: it is one of a folder, of 1 to {NAME} characters."
+            )
         if most_runs < 1:
             raise InputError(f"most_runs={most_runs} must be at least 1.")
         if clients == []:

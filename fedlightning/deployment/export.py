@@ -178,7 +178,7 @@ class Predict(PlainTask):
 
     Attributes:
         deploy: The client's model.
-        model: A model of the server, in the place of the client's.
+        model: A model of the server, in place of the client's.
         client: The client; `None`: everybody, on the union of all test data.
         arguments: Arguments of the Trainer that predicts.
     """
@@ -448,7 +448,7 @@ class Brought:
                 describe(content[OWN], module)
 
     def _fault(self, client: str, content: Mapping[str, Any] | None) -> str | None:
-        """Return why this is no checkpoint of the client; `None`: it is one."""
+        """Return why this is not a checkpoint of the client; `None`: it is one."""
         state, header = (content or {}).get("state_dict"), (content or {}).get(OWN)
         entries = isinstance(state, dict) and all(isinstance(entry, Tensor) for entry in state.values())
         if not entries or not isinstance(header, dict) or header.get("client") != client:

@@ -312,7 +312,7 @@ class FastFitter:
         limit = settings.trainer_arguments.get("limit_train_batches")
         of_class = refusals.find_class_refusal(
             type(module)
-        )  # first: what its `configure_callbacks` adds is no work of the environment
+        )  # first: what its `configure_callbacks` adds is not the work of the environment
         return of_class or self._of_run or refusals.find_visit_refusal(module, loader, limit)
 
     def fit(self, job: FitJob) -> FastTrainer:

@@ -355,7 +355,7 @@ class LogCollector:
             )
         if isinstance(value, Metric) and metric_attribute is None:
             if not any(child is value for child in self._module.modules()):
-                raise FastLoopRefused(f"the metric logged as {name!r} is no attribute of the module")
+                raise FastLoopRefused(f"the metric logged as {name!r} is not an attribute of the module")
         rule = rule_of(hook, name, logger, on_step, on_epoch, reduce_fx)
         if not rule.reduction or not (rule.on_step or rule.on_epoch):
             raise FastLoopRefused(f"self.log({name!r}) asks for reduce_fx={reduce_fx!r}")

@@ -307,7 +307,7 @@ class PreflightQuestions:
         if clauses:
             warn(
                 f"Training changes buffers of {user_class(module).__name__}: after each round {' and '.join(clauses)}, "
-                "and sent to all. That is no sum over the clients, and nobody's own value. If that is not meant: "
+                "and sent to all. That is not a sum over the clients, and nobody's own value. If that is not meant: "
                 f"FedPer(personal={names[:5]}) or float_buffers='local' keep them with each client, and "
                 "register_buffer(..., persistent=False) makes them new in every visit."
             )
@@ -395,7 +395,7 @@ class PreflightQuestions:
 
 
 def refuse_quantized(module: LightningModule) -> None:
-    """Refuse layers of whole numbers (`torch.ao`): their weights are no entries, so that nobody sends or saves them.
+    """Refuse layers of whole numbers (`torch.ao`): their weights are not entries, so that nobody sends or saves them.
 
     Raises:
         ConfigurationError: Naming a layer.

@@ -364,7 +364,7 @@ def _other_shapes(module: LightningModule, names: set[str], before: State, after
         return (
             f"Training changes the shape of '{name}' of {user_class(module).__name__}, from {tuple(before[name].shape)} to "
             f"{tuple(after[name].shape)}, and entries of models have the shapes of the server's. Give it its full size from "
-            "the start, or register it with persistent=False: it is no entry of the model then, and begins anew in every "
+            "the start, or register it with persistent=False: it is not an entry of the model then, and begins anew in every "
             "visit."
         )
     return None

@@ -141,7 +141,7 @@ def numbers_in(value: Any) -> list[Tensor]:
 
 COUNTERS = ("num_samples", "steps", "skipped", "own_steps", "selections")
 MOST = 2**53
-"""Counts beyond this are none: sums of them are no whole numbers any more."""
+"""Counts beyond this are none: sums of them are not whole numbers any more."""
 
 
 class UpdateChecks(Part):
@@ -244,7 +244,7 @@ def find_update_fault(server: Server, message: Message, update: Update, sizes: S
     for name in COUNTERS:
         count = getattr(update, name)
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < MOST:
-            return f"{name} is {count!r}, which is no count"
+            return f"{name} is {count!r}, which is not a count"
     if update.contributed is not None and not isinstance(update.contributed, bool):
         return f"contributed is {update.contributed!r:.80}, which is neither yes nor no"
     samples = server.num_samples.get(message.client)
@@ -263,7 +263,7 @@ def find_update_fault(server: Server, message: Message, update: Update, sizes: S
 
 def _fault_of_scores(server: Server, update: Update) -> str | None:
     if not _is_number(update.lr_sum) or not 0 <= update.lr_sum < math.inf:
-        return f"lr_sum is {update.lr_sum!r:.80}, which is no sum of learning rates"
+        return f"lr_sum is {update.lr_sum!r:.80}, which is not a sum of learning rates"
     if not isinstance(update.origin, str):
         return f"its origin is {update.origin!r:.80}, not the name of a model"
     metrics: Any = update.metrics
@@ -275,7 +275,7 @@ def _fault_of_scores(server: Server, update: Update) -> str | None:
             return f"its {name} are not a list of {len(kinds)} values each"
     logs: Any = update.logs
     if not isinstance(logs, list) or not all(map(_is_log, logs)):
-        return "what it has logged is no list of numbers or media by name"
+        return "what it has logged is not a list of numbers or media by name"
     train = [("L2", "local", "train", metric, value, 0) for metric, value in metrics.items()]
     scored = [(row, _fault_of_score(server, update.client, *row[1:])) for row in (*train, *update.evaluations)]
     if any(why for _, why in scored):  # gaps: the update itself is as good as any
@@ -366,7 +366,7 @@ def _fault_of_part(server: Server, message: Message, name: str, value: Tensor, w
     if value.shape != most.shape and not server.callbacks.making(Change.SMALLER):
         return f"'{name}' has shape {tuple(value.shape)}, and is to have {tuple(most.shape)}"
     if value.ndim != most.ndim or any(have > want for have, want in zip(value.shape, most.shape, strict=True)):
-        return f"'{name}' has shape {tuple(value.shape)}, which is no part of {tuple(most.shape)}"
+        return f"'{name}' has shape {tuple(value.shape)}, which is not a part of {tuple(most.shape)}"
     return None
 
 

@@ -131,7 +131,7 @@ def _without_gaps(server: Server, engine: Engine, rows_and_gaps: Iterable[Row]) 
 
 
 def _possible(server: Server, row: Row) -> Row:
-    """Return a score, or a gap in the place of one that cannot be."""
+    """Return a score, or a gap in place of one that cannot be."""
     if isinstance(row, Gap):
         return row
     why = server.parts.check_score(server, row)

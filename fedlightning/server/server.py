@@ -49,7 +49,7 @@ AFTER_LAST_ROUND = "After the last round"
 
 
 def refused(message: Message, reason: str) -> Update:
-    """Return the answer in the place of an update that was refused: nothing came, and its client has failed."""
+    """Return the answer in place of an update that was refused: nothing came, and its client has failed."""
     update = Update(message.round, message.client, model=message.model, tag=message.tag)
     return replace(update, error=f"the update of client '{message.client}' was refused: {reason}")
 
@@ -248,7 +248,7 @@ class Server:
         names = set(self.num_samples)
         unknown = next((client for client in named if client not in names), None)
         if unknown is not None or len(set(named)) != len(named):
-            what = "a client twice" if unknown is None else f"{unknown!r}, which is no client of this federation"
+            what = "a client twice" if unknown is None else f"{unknown!r}, which is not a client of this federation"
             raise ConfigurationError(
                 f"{owner}.participants names {what}. It returns ids out of server.clients, each once."
             )

@@ -150,7 +150,7 @@ class UpdateCollector:
 
         Args:
             update: The update.
-            sent: Entries that the client was sent in the place of the server's.
+            sent: Entries that the client was sent in place of the server's.
             base: Entries of which the client's change counts; `None`: the model that came is taken.
             trained: Whether the job trained.
         """

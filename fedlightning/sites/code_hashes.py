@@ -26,7 +26,7 @@ OWN = __name__.partition(".")[0]
 LISTED = 100
 """Files up to which a package is told file by file; of more, all are one hash."""
 UNSEEN = "cannot be read"
-"""In the place of a hash: a notebook has no file, and neither has code in an archive."""
+"""In place of a hash: a notebook has no file, and neither has code in an archive."""
 INSTALLED = ("site-packages", "dist-packages")
 BENEATH = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "numpy")
 """What everything stands on: other versions of torch and Lightning are said, and refuse nobody."""

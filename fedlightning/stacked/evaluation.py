@@ -107,7 +107,7 @@ class Signature:
             if type(value) in PLAIN and name != RUNNING:
                 self._traits += (name, value)
             elif isinstance(value, Tensor):
-                self._alone = True  # it is no parameter and no buffer, so it cannot be stacked
+                self._alone = True  # it is neither a parameter nor a buffer, so it cannot be stacked
             elif type(value) in CONTAINERS:
                 self._traits += (name, len(value))
         self._alone = self._alone or bool(attributes["_forward_hooks"]) or bool(attributes["_forward_pre_hooks"])

@@ -102,7 +102,7 @@ class MetricUpdate:
     Attributes:
         metric: Path of the metric.
         forward: Whether the metric itself was called.
-        skeleton: The arguments, with a placeholder in the place of each tensor.
+        skeleton: The arguments, with a placeholder in place of each tensor.
         positional: Whether the arguments are positional tensors and nothing else.
         first: Index of the first tensor among the step's outputs.
         end: Index after the last one.

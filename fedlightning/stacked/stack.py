@@ -189,7 +189,7 @@ class _Slot:
 
 
 def split_tree(tree: Any) -> tuple[list[Tensor], Any]:
-    """Return the tensors of a batch, and the batch with a placeholder in the place of each."""
+    """Return the tensors of a batch, and the batch with a placeholder in place of each."""
     tensors: list[Tensor] = []
 
     def slot_of(tensor: Tensor) -> _Slot:

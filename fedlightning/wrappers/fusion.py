@@ -121,7 +121,7 @@ class FusedHeadMixin(Mixin):
 
 
 class Stop(nn.Module):
-    """In the place of the twin's head: ends the twin's step with the features that arrive.
+    """In place of the twin's head: ends the twin's step with the features that arrive.
 
     Example:
         >>> import torch

@@ -118,7 +118,7 @@ class Recorded:
 
 
 class Answers(nn.Module):
-    """In the place of the twin's head: gives what the module's own head has given.
+    """In place of the twin's head: gives what the module's own head has given.
 
     Args:
         outputs: One for each call.
@@ -354,7 +354,7 @@ class NoStep:
 
 
 class NoMetric(nn.Module):
-    """In the place of the twin's metrics: every call returns `None` and every attribute is the object itself.
+    """In place of the twin's metrics: every call returns `None` and every attribute is the object itself.
 
     Example:
         >>> from fedlightning.wrappers.twin import NoMetric

@@ -93,7 +93,7 @@ def test_equal_counts_change_nothing():
 
 
 def by_hand(module, data, client, start, number, tau, printed=False):
-    """A visit of one epoch in plain torch: the calibrated loss in the place of the cross entropy."""
+    """A visit of one epoch in plain torch: the calibrated loss in place of the cross entropy."""
     model = copy.deepcopy(module)
     model.load_state_dict(start)
     optimizer, counts = model.configure_optimizers(), counts_of(data, client)

@@ -329,7 +329,7 @@ def toy_of_numbers():
 
 @pytest.mark.parametrize("make", [FML, lambda s: FedKD(s, hidden=False), lambda s: FedKEMF(s, steps=0), FedType])
 def test_other_tasks_than_classification_are_refused(make):
-    """A softmax over one number or over places is no prediction of classes."""
+    """A softmax over one number or over places is not a prediction of classes."""
     method = make(Levels(hidden=3))
     with pytest.raises(ValueError, match=rf"{method.key} .*(whole number|not whole numbers from 0 to 1)"):
         federate(Levels(), toy_of_numbers(), [method])

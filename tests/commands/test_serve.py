@@ -59,7 +59,7 @@ def no_flower(monkeypatch, tmp_path):
         (("site", "--config", CONFIG, "--superlink=fl.example.org", "--name=a"), "is not an address of a server"),
         (("site", "--config", CONFIG, "--superlink=https://x:1", "--name=a"), "is not an address of a server"),
         (("site", "--config", CONFIG, "--superlink=x:99999", "--name=a"), "a port from 1 to 65535"),
-        (("site", "--config", CONFIG, "--superlink=x:1", "--name=../a"), "is no name of a site"),
+        (("site", "--config", CONFIG, "--superlink=x:1", "--name=../a"), "is not a name of a site"),
         (
             ("site", "--config", CONFIG, "--superlink=x:1", "--name=a", "--clients=[]"),
             "clients=[]: a site has one client",

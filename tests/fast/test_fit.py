@@ -706,7 +706,7 @@ def test_scores_are_those_of_the_trainer(settings):
     slow, fast = Scorer(slow_blueprint), Scorer(blueprint)
     for kind in (Toy, NormNet, Scores, LossOnly, Curious):
         module = slow_blueprint.convert(kind()).train()
-        for split in ("val", "test", "val"):  # the second time it is no trial
+        for split in ("val", "test", "val"):  # the second time it is not a trial
             for client in "01":
                 loader = data.client_dataloader(client, split)
                 expected = slow.score(copy.deepcopy(module), loader, split)

@@ -265,7 +265,7 @@ def test_another_version_of_torch_at_a_site_is_said(tmp_path):
 
 @pytest.mark.parametrize("how", ["list", "tensor", "buffer", "array"])
 def test_a_value_that_a_module_holds_is_compared(tmp_path, how):
-    """Weights of a loss are no plain option and do not travel: other ones at a site would train another model."""
+    """Weights of a loss are not a plain option and do not travel: other ones at a site would train another model."""
 
     def hold(site, value):
         module = site._blueprint.template

@@ -163,7 +163,7 @@ def _performance(context: Context, rows: Sequence[Row]) -> Gallery | Table | Non
         Column("sites", "sites", "count", help="held-out sites with a score"),
     ]
     notes = [f"{row['method']}: {row['refused']}" for row in lines if row["refused"]]
-    notes.append("Range over sites; no interval: these sites are no sample of sites.")
+    notes.append("Range over sites; no interval: these sites are not a sample of sites.")
     table = context.table(
         "external-methods", f"Test {context.metric} over held-out sites", columns, lines, notes, seeds=False
     )
@@ -289,8 +289,8 @@ def _limits(context: Context) -> Prose:
     few = f" The smallest has {min(sizes)} test samples." if sizes else ""
     return Prose(
         [
-            f"{len({row['site'] for row in lines})} sites were held out, and they are no sample of sites: a range says what "
-            f"happened at these, not what to expect of the next.{few} Curves and slopes of less than about 200 events are "
+            f"{len({row['site'] for row in lines})} sites were held out, and they are not a sample of sites: a range says "
+            f"what happened at these, not what to expect of the next.{few} Curves and slopes of less than about 200 events are "
             "uncertain (Collins et al. 2016).",
             "A held-out site is scored on its test samples only, so that both columns are of the same patients; its other "
             "samples are unused. Where each site scales its features by its own samples, so did this one, without labels; "
