@@ -165,7 +165,8 @@ class ShiftedDataModule(WrappedIndexedDataModule):
         """How far the clients' data are apart, after `setup`.
 
         `features`: largest level of a client (the strength). `concepts`: share of classes that two clients of different
-        concepts, on average over pairs of clients, call differently; 0: no concept shift; about `1 - 1 / classes` is the most.
+        concepts, on average over pairs of clients, call differently; 0: no concept shift; the most is about
+        `1 - 1 / classes`.
         """
         names = [self._permutations[place % self.concepts] for place in range(len(self.client_ids))]
         pairs = [

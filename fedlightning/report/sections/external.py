@@ -290,8 +290,8 @@ def _limits(context: Context) -> Prose:
     return Prose(
         [
             f"{len({row['site'] for row in lines})} sites were held out, and they are not a sample of sites: a range says "
-            f"what happened at these, not what to expect of the next.{few} Curves and slopes of less than about 200 events are "
-            "uncertain (Collins et al. 2016).",
+            f"what happened at these, not what to expect of the next.{few} Curves and slopes of less than about 200 events "
+            "are uncertain (Collins et al. 2016).",
             "A held-out site is scored on its test samples only, so that both columns are of the same patients; its other "
             "samples are unused. Where each site scales its features by its own samples, so did this one, without labels; "
             "where sites agreed on statistics, it has those of the others.",
