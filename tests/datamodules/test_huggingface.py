@@ -123,7 +123,7 @@ def test_files_through_load_dataset(tmp_path, monkeypatch):
     (tmp_path / "files").mkdir()
     patients().to_csv(tmp_path / "files" / "train.csv")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    with pytest.raises(FileNotFoundError, match=r"is no folder of Dataset.save_to_disk.*download=True"):
+    with pytest.raises(FileNotFoundError, match=r"is not a folder of Dataset.save_to_disk.*download=True"):
         HuggingFaceDataModule(str(tmp_path / "files"), "age", "kind", client="hospital").setup()
     data = HuggingFaceDataModule(str(tmp_path / "files"), "age", "kind", client="hospital", download=True)
     data.setup()
