@@ -18,7 +18,9 @@ from fedlightning.contract.capabilities import Change
 from fedlightning.contract.setup import Setup
 
 ROOT = Path(__file__).parents[1]
-PRONOUNS = frozenset("found one own known held made given said brought terms leaves marks told".split())
+PRONOUNS = frozenset(
+    ["found", "one", "own", "known", "held", "made", "given", "said", "brought", "terms", "leaves", "marks", "told"]
+)
 """Words that say nothing of what a variable holds: call it by its type or role."""
 
 
