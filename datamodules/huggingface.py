@@ -95,6 +95,7 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
         self.transform, self.name, self.download = transform, name, download
         self.class_names: list[str] | None = None
+        self._named_by_file: dict[str, Any] = {}
 
     @property
     def partition_name(self) -> str:
@@ -103,6 +104,10 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
     @property
     def meaning(self) -> dict[str, list[str]]:
         return super().meaning | ({"inputs": self.inputs} if len(self.inputs) > 1 else {})
+
+    @property
+    def named_by_file(self) -> dict[str, Any]:
+        return self._named_by_file
 
     def prepare_data(self) -> None:
         """Get the data set where `download` is on (Lightning's hook)."""
@@ -129,6 +134,7 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
             check_classes(np.concatenate(present), f"Column {self.label!r}", "make it a ClassLabel with its names")
         if self.class_names is None and any(labels[split] is not cells for split, cells in raw.items()):
             self.class_names = np.unique(np.concatenate(present)).tolist()
+            self._named_by_file = {f"a ClassLabel of {self.label!r}": self.class_names}
         self._divides = suited(self.partitioner, labels, "HuggingFaceDataModule")
         datasets: dict[str, Dataset[Any]] = {
             split: Rows(table, self.inputs, self._targets(table, labels[split], split), self.transform)

@@ -79,6 +79,19 @@ def test_a_group_is_at_one_client_and_in_one_split():
     assert len(home) == 20
 
 
+def test_words_as_labels_are_numbered_by_all_rows_and_a_class_label_is_not():
+    """One record with another word gives all others other numbers: a callback that hides records refuses that."""
+    words, named = patients(), patients().cast_column("kind", datasets.ClassLabel(names=["ill", "well"]))
+    data, given = (HuggingFaceDataModule(table, "age", "kind", client="hospital") for table in (words, named))
+    for module in (data, given):
+        module.setup()
+    assert (
+        data.named_by_file == {"a ClassLabel of 'kind'": ["ill", "well"]}
+        and "a ClassLabel of 'kind'" in data.coupled_records
+    )
+    assert given.named_by_file == {} and not given.coupled_records and given.class_names == data.class_names
+
+
 def test_images_and_class_names():
     pixels = [np.full((4, 5, 3), 51 * (k % 5), dtype=np.uint8) for k in range(20)]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
