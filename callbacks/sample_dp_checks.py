@@ -6,6 +6,7 @@ What SampleDP asks of a fit: how many steps it will take, and whose records are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from string import Formatter
 from typing import Any
 
 import numpy as np
@@ -242,17 +243,17 @@ def refuse_monitors(trainer: Any, module: LightningModule, drop: bool) -> Callab
         Puts back the `log` that was there.
     """
     plateaus = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    monitored = {
-        str(name) for name in (*plateaus, *(getattr(part, "monitor", None) for part in trainer.callbacks)) if name
-    }
+    watching = [(getattr(part, "monitor", None), getattr(part, "filename", None) or "") for part in trainer.callbacks]
+    in_names = [field for _, filename in watching for _, field, _, _ in Formatter().parse(filename)]
+    monitored = {str(name) for name in (*plateaus, *(monitor for monitor, _ in watching), *in_names) if name}
     log, before = module.log, vars(module).get("log")
 
     def checked(name: str, *values: Any, **options: Any) -> None:
         logged_monitors = monitored & {name, f"{name}_step", f"{name}_epoch"} if trainer.training else ()
         for monitor in logged_monitors:
             raise ValueError(
-                f"A scheduler, EarlyStopping or ModelCheckpoint goes by '{monitor}', which training logs, and its numbers "
-                "have no noise. Let it go by a metric that only validation logs, or leave it out."
+                f"A scheduler, EarlyStopping or ModelCheckpoint (or its filename) goes by '{monitor}', which training logs, "
+                "and its numbers have no noise. Let it go by a metric that only validation logs, or leave it out."
             )
         if not (drop and trainer.training):
             log(name, *values, **options)
