@@ -376,7 +376,8 @@ def checked(init: Init) -> Init:
             arguments = signature.bind(self, *args, **keywords).arguments
         except TypeError:
             refuse_call(type(self).__name__, signature, replaced_in(init) or {}, (self, *args), keywords)
-            arguments = {}  # the call below says what is wrong
+            init(self, *args, **keywords)  # Python says what is missing
+            raise
         check_arguments(self, init, arguments)
         init(self, *args, **keywords)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from fedlightning.callbacks import ClientDP
 from fedlightning.callbacks.client_dp_checks import refuse_other_options, refuse_uncovered
+from tests.helpers import Toy, make_trainer, toy_data
 
 
 def test_rounds_with_another_noise_are_refused():
@@ -37,8 +38,15 @@ def test_entries_that_are_neither_bounded_nor_covered():
         refuse_uncovered(setup(tied))
 
 
-@pytest.mark.parametrize(("clients", "delta", "count"), [(200, 1e-3, 0), (50, 1e-3, 1), (50, 0.02, 2), (200, 0.005, 1)])
-def test_few_clients_and_a_large_delta_are_told(clients, delta, count):
+@pytest.mark.parametrize(("clients", "delta", "count"), [(200, 1e-3, 0), (50, 1e-3, 0), (50, 0.02, 1), (200, 0.005, 1)])
+def test_a_large_delta_is_told(clients, delta, count):
     asked = setup(nn.Linear(2, 2), clients=clients)
     ClientDP(delta=delta, noise_multiplier=1.0).warn_of_few(asked, clients, "clients")
     assert len(asked.said) == count
+
+
+def test_few_clients_are_told_that_noise_drowns_them(tmp_path):
+    data = toy_data()
+    trainer = make_trainer(tmp_path, callbacks=[ClientDP(delta=1e-3, noise_multiplier=1.0)], max_rounds=1)
+    with pytest.warns(UserWarning, match=f"ClientDP hides one of {len(data.client_ids)} clients: the noise"):
+        trainer.fit(Toy(), data)
