@@ -83,11 +83,9 @@ def sweep(words: Sequence[str], main: Main) -> int:
         return 0
     with experiment.lock(command=f"fedlightning sweep {shlex.join(words)}", metric=options.metric) as study:
         size = len(grid) if choices else options.trials
-        say(
-            screen,
-            f"{count_of(range(size), 'trial')} x {count_of(seeds, 'seed')} = {count_of(range(size * len(seeds)), 'run')}; {options.jobs} at a time; "
-            f"{shown(options.out)}\n",
-        )
+        runs = count_of(range(size * len(seeds)), "run")
+        trials = f"{count_of(range(size), 'trial')} x {count_of(seeds, 'seed')}"
+        say(screen, f"{trials} = {runs}; {options.jobs} at a time; {shown(options.out)}\n")
         finished = search.run(grid) if proposals is None else run_proposals(search, proposals, options, screen)
         if not finished:
             screen.print("\nInterrupted. The same command goes on from here.", highlight=False)
@@ -100,8 +98,8 @@ def sweep(words: Sequence[str], main: Main) -> int:
         if options.test and search.best is not None:
             test_best(search, search.best, options, screen, main)
     if options.json:
-        trials = [{"name": one.name, "values": one.values, "objective": one.objective} for one in search.ranked]
-        print_json("sweep", out=options.out, metric=options.metric, trials=trials)
+        rows = [{"name": one.name, "values": one.values, "objective": one.objective} for one in search.ranked]
+        print_json("sweep", out=options.out, metric=options.metric, trials=rows)
     return 1 if states["failed"] or search.best is None else 0
 
 

@@ -180,7 +180,7 @@ def name_edges(values: Values, grid: Mapping[str, Sequence[str]], ranges: Sequen
     """Yield a sentence for every number that lies at the edge of what was tried: a better one may lie beyond.
 
     Example:
-        >>> list(name_edges({"model.lr": "0.1", "model.depth": "2"}, {"model.lr": ["0.01", "0.1"], "model.depth": ["1", "2", "3"]}))
+        >>> list(name_edges({"model.lr": "0.1"}, {"model.lr": ["0.01", "0.1"]}))
         ['model.lr 0.1 is at the upper edge of 0.01 to 0.1: larger values may be better.']
     """
     tried = {key: [number for number in map(_number, of) if number is not None] for key, of in grid.items()}
