@@ -10,7 +10,7 @@ import numpy as np
 
 from fedlightning.report.cells import Column, Kind, counted, is_number, is_ranked, summary
 from fedlightning.report.context import METHOD, Context
-from fedlightning.report.figures.clients import client_map, heat_map, strips
+from fedlightning.report.figures.clients import NARROW, client_map, heat_map, strips
 from fedlightning.report.html import Gallery, Section, Table
 from fedlightning.study.failures import site_of
 
@@ -43,7 +43,11 @@ def clients(context: Context) -> Section | None:
         "clients",
         "Which client gets what",
         "Clients",
-        [context.gallery([picture], table, reading, open=False, wide=True), _gains(context, names), _harm(context)],
+        [
+            context.gallery([picture], table, reading, open=False, wide=len(shown) > NARROW),
+            _gains(context, names),
+            _harm(context),
+        ],
     )
 
 
@@ -111,7 +115,7 @@ def _gains(context: Context, clients: Sequence[str]) -> Gallery | None:
 def matrices(context: Context) -> Section | None:
     """Show the score of each client's model (rows) on each client's test data (columns)."""
     found = {row["method"]: context.study.matrix(row["method"]) for row in context.overview if row["n_seeds"]}
-    found = {method: matrix for method, matrix in found.items() if matrix and _numbers(matrix)}
+    found = {method: matrix for method, matrix in found.items() if matrix and _mean(matrix, own=False) is not None}
     if not found:
         return None
     values = [value for matrix in found.values() for value in _numbers(matrix)]
