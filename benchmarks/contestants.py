@@ -1,9 +1,15 @@
-"""Contestants: each trains rounds of a :class:`~benchmarks.work.Work` and returns the time after each."""
+"""Contestants: each trains rounds of a :class:`~benchmarks.work.Work`, and returns times and what it has counted.
+
+Each imports what it needs itself, so that peers may have environments of their own.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,35 +17,56 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.work import BareLoop, Work
-from fedlightning.options import Processes
-
-Times = list[float]
-"""Wall-clock seconds at the start and after every round."""
 
 
-def bare(work: Work, rounds: int) -> Times:
+@dataclass
+class Course:
+    """What a contestant did.
+
+    Attributes:
+        times: Wall-clock seconds at the start, when everything is imported, and after every round.
+        steps: Optimizer steps.
+        samples: Samples in these.
+    """
+
+    times: list[float] = field(default_factory=lambda: [time.perf_counter()])
+    steps: int = 0
+    samples: int = 0
+
+    def end_round(self) -> None:
+        """Take the time."""
+        self.times.append(time.perf_counter())
+
+
+def bare(work: Work, rounds: int) -> Course:
     """Train with the hand-written loop, which has ratio 1 by definition."""
-    loop, times = BareLoop(work), [time.perf_counter()]
+    course, loop = Course(), BareLoop(work)
     for number in range(rounds):
         loop.round(number)
-        times.append(time.perf_counter())
-    return times
+        course.end_round()
+    course.steps, course.samples = loop.steps, loop.samples
+    return course
 
 
-def fedlightning(work: Work, rounds: int, **options: Any) -> Times:
+def fedlightning(work: Work, rounds: int, workers: int | None = None, **options: Any) -> Course:
     """Train with `FederatedTrainer` and FedAvg, without evaluation, files or a progress bar.
 
     Args:
         work: Federation to train.
         rounds: Number of rounds.
+        workers: Number of worker processes; `None`: none.
         options: Arguments of the trainer, such as `engine` or `local_loop`; `loaders` for plain loaders.
     """
     from benchmarks.engines import train
+    from fedlightning.options import Processes
 
-    return train(work, rounds, **options)[0]
+    times, trainer = train(work, rounds, **options if workers is None else {**options, "engine": Processes(workers)})
+    assert trainer.server is not None
+    samples = sum(trainer.store.get(client).visits * work.sizes[int(client)] for client in trainer.store)
+    return Course(times, trainer.server.costs.steps, samples)
 
 
-def pfl(work: Work, rounds: int) -> Times:
+def pfl(work: Work, rounds: int) -> Course:
     """Train with Apple's pfl-research in one process (`pip install pfl`)."""
     import numpy as np
     from pfl.aggregate.simulate import SimulatedBackend
@@ -59,6 +86,7 @@ def pfl(work: Work, rounds: int) -> Times:
             self.net = work.make()
 
         def loss(self, x: Tensor, y: Tensor, is_eval: bool = False) -> Tensor:
+            course.steps, course.samples = course.steps + 1, course.samples + len(y)
             return F.cross_entropy(self.net(x), y)
 
         def metrics(self, x: Tensor, y: Tensor) -> dict[str, Any]:
@@ -66,10 +94,10 @@ def pfl(work: Work, rounds: int) -> Times:
 
     class Clock(TrainingProcessCallback):
         def after_central_iteration(self, *args: Any, **kwargs: Any) -> tuple[bool, Metrics]:
-            times.append(time.perf_counter())
+            course.end_round()
             return False, Metrics()
 
-    data = work.data()
+    course, data = Course(), work.data()
     users = [str(index) for index in range(len(data))]
     federated = FederatedDataset(
         lambda user: Dataset(raw_data=list(data[int(user)]), user_id=user), get_user_sampler("minimize_reuse", users)
@@ -82,7 +110,6 @@ def pfl(work: Work, rounds: int) -> Times:
         local_optimizer_create=torch.optim.SGD,
         central_optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
     )
-    times = [time.perf_counter()]
     FederatedAveraging().run(
         NNAlgorithmParams(
             central_num_iterations=rounds,
@@ -97,75 +124,77 @@ def pfl(work: Work, rounds: int) -> Times:
         [Clock()],
         send_metrics_to_platform=False,
     )
-    return times
+    return course
 
 
-def flower(work: Work, rounds: int) -> Times:
-    """Train with Flower's simulation on Ray with two actors (`pip install "flwr[simulation]"`)."""
+def flower(work: Work, rounds: int) -> Course:
+    """Train with Flower's simulation on Ray with an actor for each of two cores (`pip install "flwr[simulation]"`).
+
+    Apps are written as in its PyTorch quickstart, without evaluation; clients find their data in the memory of the actor.
+    """
     import logging
 
-    from flwr.client import NumPyClient
-    from flwr.common import Context, ndarrays_to_parameters
-    from flwr.server.strategy import FedAvg
-    from flwr.simulation import start_simulation
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.serverapp.strategy import FedAvg
+    from flwr.simulation import run_simulation
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    data = work.data()
-    torch.manual_seed(0)
-    first = [value.numpy() for value in work.make().state_dict().values()]
+    course, client_app, server_app = Course(), ClientApp(), ServerApp()
 
-    class Client(NumPyClient):
-        def __init__(self, index: int) -> None:
-            self.index = index
-
-        def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict[str, Any]]:
-            torch.set_num_threads(1)
-            x, y = data[self.index]
-            model = work.make()
-            names = list(model.state_dict())
-            model.load_state_dict(dict(zip(names, map(torch.tensor, parameters), strict=True)))
-            optimizer = torch.optim.SGD(model.parameters(), lr=work.lr)
-            order = torch.randperm(len(y))
-            for start in range(0, len(y), work.batch):
-                chosen = order[start : start + work.batch]
-                optimizer.zero_grad()
-                F.cross_entropy(model(x[chosen]), y[chosen]).backward()
-                optimizer.step()
-            return [value.numpy() for value in model.state_dict().values()], len(y), {}
+    @client_app.train()
+    def train(message: Message, context: Context) -> Message:
+        torch.set_num_threads(1)
+        x, y = data_of(work)[int(context.node_config["partition-id"])]
+        model = work.make()
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        optimizer, order, steps = torch.optim.SGD(model.parameters(), lr=work.lr), torch.randperm(len(y)), 0
+        for start in range(0, len(y), work.batch):
+            chosen = order[start : start + work.batch]
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[chosen]), y[chosen]).backward()
+            optimizer.step()
+            steps += 1
+        counts = MetricRecord({"num-examples": len(y), "steps": steps})
+        return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": counts}), reply_to=message)
 
     class Clocked(FedAvg):
-        def aggregate_fit(self, *args: Any, **kwargs: Any) -> Any:
-            result = super().aggregate_fit(*args, **kwargs)
-            times.append(time.perf_counter())
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            replies = list(replies)
+            result = super().aggregate_train(server_round, replies)
+            counts = [reply.content["metrics"] for reply in replies if reply.has_content()]
+            course.steps += sum(int(one["steps"]) for one in counts)
+            course.samples += sum(int(one["num-examples"]) for one in counts)
+            course.end_round()
             return result
 
-    def client_fn(context: Context) -> Any:
-        return Client(int(context.node_config["partition-id"])).to_client()
+    @server_app.main()
+    def main(grid: Grid, context: Context) -> None:
+        torch.manual_seed(0)
+        count, everybody = work.participants or len(work.sizes), len(work.sizes)
+        # nodes still join while the first round is planned: without the least numbers it would have fewer
+        least = {"min_train_nodes": count, "min_available_nodes": everybody}
+        strategy = Clocked(fraction_train=count / everybody, fraction_evaluate=0.0, **least)
+        strategy.start(grid, ArrayRecord(work.make().state_dict()), num_rounds=rounds)
 
-    from flwr.server import ServerConfig
-
-    times = [time.perf_counter()]
-    start_simulation(
-        client_fn=client_fn,
-        num_clients=len(data),
-        config=ServerConfig(num_rounds=rounds),
-        strategy=Clocked(
-            fraction_fit=(work.participants or len(data)) / len(data),
-            min_fit_clients=1,
-            fraction_evaluate=0.0,
-            initial_parameters=ndarrays_to_parameters(first),
-        ),
-        client_resources={"num_cpus": 1, "num_gpus": 0.0},
-        ray_init_args={"num_cpus": 2, "include_dashboard": False, "log_to_driver": False},
-    )
-    return times
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2}}
+    run_simulation(server_app, client_app, num_supernodes=len(work.sizes), backend_config=resources)
+    return course
 
 
-CONTESTANTS: dict[str, Callable[[Work, int], Times]] = {
+@functools.cache
+def data_of(work: Work) -> list[tuple[Tensor, Tensor]]:
+    """Return the data of a work, made once in a process."""
+    return work.data()
+
+
+CONTESTANTS: dict[str, Callable[[Work, int], Course]] = {
     "bare loop": bare,
     "fedlightning": fedlightning,
     "fedlightning (trainer loop)": lambda work, rounds: fedlightning(work, rounds, local_loop="trainer"),
-    "fedlightning (2 processes)": lambda work, rounds: fedlightning(work, rounds, engine=Processes(2)),
+    "fedlightning (2 processes)": lambda work, rounds: fedlightning(work, rounds, workers=2),
     "fedlightning (vectorized)": lambda work, rounds: fedlightning(work, rounds, engine="vectorized"),
     "fedlightning (from loaders)": lambda work, rounds: fedlightning(work, rounds, loaders=True),
     "fedlightning (vectorized from loaders)": lambda work, rounds: fedlightning(

@@ -285,7 +285,7 @@ def pfl(row: Row, device: torch.device) -> Result:
     """Train with Apple's pfl-research, if it is installed; it chooses the device itself. Its model is not looked at."""
     from benchmarks.contestants import pfl as contestant
 
-    times = contestant(row.work, row.rounds + 1)
+    times = contestant(row.work, row.rounds + 1).times
     return [after - before for before, after in itertools.pairwise(times)], nn.Identity()
 
 

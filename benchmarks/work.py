@@ -96,6 +96,8 @@ WORKS: dict[str, Work] = {
     "logistic": Work(logistic, (600,) * 100),
     "sampled": Work(mlp, (600,) * 1000, participants=10),
     "device_logistic": Work(logistic, (100,) * 1000, batch=10, participants=10),
+    "flute": Work(logistic, (69,) * 1000, batch=10, lr=0.03, participants=10),
+    "flute_cnn": Work(small_cnn, (69,) * 1000, batch=10, lr=0.03, participants=10),
     "device_cnn": Work(small_cnn, (100,) * 1000, batch=10, participants=10),
     "unequal": Work(mlp, unequal(20, 12_000)),
     "cnn100": Work(CNN, (100,) * 100),
@@ -115,6 +117,7 @@ class BareLoop:
         self.model = work.make()
         self.parameters = list(self.model.parameters())
         self.state = [parameter.detach().clone() for parameter in self.parameters]
+        self.steps = self.samples = 0
 
     def round(self, number: int) -> None:
         """Train every participant for an epoch and average."""
@@ -145,3 +148,4 @@ class BareLoop:
             optimizer.zero_grad()
             F.cross_entropy(self.model(x[chosen]), y[chosen]).backward()
             optimizer.step()
+            self.steps, self.samples = self.steps + 1, self.samples + len(chosen)

@@ -25,8 +25,8 @@ def __getattr__(name: str) -> Any:
     """Import the class of that name."""
     if name not in _MODULES:
         raise AttributeError(f"module 'fedlightning.callbacks' has no attribute '{name}'")
-    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
-    return found
+    exported = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return exported
 
 
 def __dir__() -> list[str]:

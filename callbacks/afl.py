@@ -109,9 +109,9 @@ class AFL(ServerModels):
     # -- server --------------------------------------------------------------------------------------------------------
     def shares(self, server: Server) -> dict[str, float]:
         """Return `lambda` by client; 0 for one that has come later."""
-        own = server.state.get(self.key, {})
-        if "lambda" in own:
-            return {client: own["lambda"].get(client, 0.0) for client in server.clients}
+        server_state = server.state.get(self.key, {})
+        if "lambda" in server_state:
+            return {client: server_state["lambda"].get(client, 0.0) for client in server.clients}
         sizes = {client: server.num_samples[client] for client in server.clients}
         weights = sizes if self.start == "samples" else {client: float(size > 0) for client, size in sizes.items()}
         return {client: weight / sum(weights.values()) for client, weight in weights.items()}
@@ -122,34 +122,34 @@ class AFL(ServerModels):
 
     def on_update(self, server: Server, update: Update) -> None:
         """Collect `F_k(w)`."""
-        if found := update.extras.get(self.key):
-            own = server.state.get(self.key, {})
-            losses = {**own.get("losses", {}), update.client: float(found["loss"])}
-            server.state[self.key] = {**own, "losses": losses}
+        if extras := update.extras.get(self.key):
+            server_state = server.state.get(self.key, {})
+            losses = {**server_state.get("losses", {}), update.client: float(extras["loss"])}
+            server.state[self.key] = {**server_state, "losses": losses}
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
         """Take the new model into the mean, in float64."""
-        own = server.state.get(self.key, {})
-        count, mean = own.get("count", 0) + 1, own.get("mean", {})
+        server_state = server.state.get(self.key, {})
+        count, mean = server_state.get("count", 0) + 1, server_state.get("mean", {})
         new = {
             name: mean[name] + (widen(value) - mean[name]) / count if name in mean else widen(value)
             for name, value in reduced.items()
             if has_mean(value)
         }
-        server.state[self.key] = {**own, "count": count, "mean": new}
+        server.state[self.key] = {**server_state, "count": count, "mean": new}
         return reduced
 
     def on_round_end(self, server: Server) -> None:
         """Move `lambda` by the losses of those that took part."""
-        own = server.state.get(self.key, {})
-        losses = own.get("losses", {})
+        server_state = server.state.get(self.key, {})
+        losses = server_state.get("losses", {})
         if not losses:
             return
         shares = self.shares(server)
         factor = sum(size > 0 for size in server.num_samples.values()) / len(losses)
         moved = [shares[client] + self.gamma * factor * losses.get(client, 0.0) for client in server.clients]
         nearest = nearest_shares(torch.tensor(moved, dtype=torch.float64)).tolist()
-        kept = {name: value for name, value in own.items() if name != "losses"}
+        kept = {name: value for name, value in server_state.items() if name != "losses"}
         server.state[self.key] = {**kept, "lambda": dict(zip(server.clients, nearest, strict=True))}
 
     # -- what is deployed ----------------------------------------------------------------------------------------------

@@ -126,10 +126,10 @@ class LogitMixture(ParameterMixture):
 
     def fresh(self) -> LightningModule:
         """Return a copy of the given personal model, or the federation's initial one."""
-        given = self.options.personal_model
-        if given is None:
+        personal_model = self.options.personal_model
+        if personal_model is None:
             return self.client.initial_module()
-        return copy.deepcopy(given).to(next(self.client.module.parameters()).dtype)
+        return copy.deepcopy(personal_model).to(next(self.client.module.parameters()).dtype)
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Put `v` beside a view of `w`."""
@@ -164,9 +164,9 @@ class LogitMixture(ParameterMixture):
         """Take over `w`'s learning rates; another personal model keeps its own and takes their relative schedule."""
         if self.options.personal_model is None:
             return super().follow_schedule(main)
-        first, *own = self.rates
+        first, *personal_rates = self.rates
         factor = main.param_groups[0]["lr"] / first if first else 1.0
-        for group, lr in zip(self.optimizer.param_groups, own, strict=True):
+        for group, lr in zip(self.optimizer.param_groups, personal_rates, strict=True):
             group["lr"] = lr * factor
         return None
 

@@ -90,10 +90,10 @@ class StackedMixtures(StackHooks):
         places = [place for place, row in enumerate(self.active) if self.alpha[row] > 0.0]
         if self.found and places:
             chosen = [self.active[place] for place in places]
-            found = self.found if len(chosen) == len(self.active) else {n: g[places] for n, g in self.found.items()}
+            scaled = self.found if len(chosen) == len(self.active) else {n: g[places] for n, g in self.found.items()}
             if self.fit.clip_value:
-                clip(found.values(), self.fit.clip_value, self.fit.clip_algorithm)
-            for name, gradient in found.items():
+                clip(scaled.values(), self.fit.clip_value, self.fit.clip_algorithm)
+            for name, gradient in scaled.items():
                 settings = turn.settings_of(self.fit.group_of[name], chosen)
                 self.optimizer.step(name, side_by_side(chosen), gradient, settings)
         for row in turn.numbers:

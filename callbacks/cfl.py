@@ -9,7 +9,6 @@ from typing import Annotated
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
-from sklearn.cluster import AgglomerativeClustering
 from torch import Tensor
 
 from fedlightning.algorithm import (
@@ -112,8 +111,8 @@ class CFL(Clusters):
     # -- server --------------------------------------------------------------------------------------------------------
     def cluster_of(self, server: Server, client: str) -> str:
         """Return the key of a client's model at the server: all begin with the global one."""
-        found: str = server.state.get(self.key, {}).get("clusters", {}).get(client, GLOBAL)
-        return found
+        cluster: str = server.state.get(self.key, {}).get("clusters", {}).get(client, GLOBAL)
+        return cluster
 
     def plan_round(self, server: Server) -> Plan:
         """Train every cluster; split those that are to be split."""
@@ -135,17 +134,17 @@ class CFL(Clusters):
         """Split a cluster if its members pull apart where it stands still; note the largest norm of round 1."""
         deltas = {client: self.delta(server, before, update) for client, update in answers.items()}
         mean, largest = self.norms(deltas)
-        own = server.state.get(self.key, {})
-        if "first" not in own:
-            own = server.state[self.key] = {"clusters": {}, "parents": {}, "first": largest, **own}
-        unit = own["first"] if self.relative else 1.0
+        server_state = server.state.get(self.key, {})
+        if "first" not in server_state:
+            server_state = server.state[self.key] = {"clusters": {}, "parents": {}, "first": largest, **server_state}
+        unit = server_state["first"] if self.relative else 1.0
         due = server.round + 1 >= self.start_round and len(deltas) > self.min_size
         if not due or mean >= self.eps1 * unit or largest <= self.eps2 * unit:
             return
         halves = self.halves(deltas)
         if self.separation(deltas, *halves) <= self.gap:
             return
-        clusters, parents = dict(own["clusters"]), dict(own["parents"])
+        clusters, parents = dict(server_state["clusters"]), dict(server_state["parents"])
         sides: dict[str, dict[str, State]] = {}
         for number, clients in enumerate(halves, start=1):
             child = f"cluster {number}" if cluster == GLOBAL else f"{cluster}.{number}"
@@ -156,27 +155,27 @@ class CFL(Clusters):
             clusters |= dict.fromkeys(clients, child)
             parents[child] = cluster
             sides[child] = {client: deltas[client] for client in clients}
-        splits = {**own.get("splits", {}), cluster: {"model": before, "updates": sides}}
-        found = in_client_order(server, clusters)
-        server.state[self.key] = {**own, "clusters": found, "parents": parents, "splits": splits}
+        splits = {**server_state.get("splits", {}), cluster: {"model": before, "updates": sides}}
+        ordered_clusters = in_client_order(server, clusters)
+        server.state[self.key] = {**server_state, "clusters": ordered_clusters, "parents": parents, "splits": splits}
 
     def _place(self, server: Server, clients: Sequence[str]) -> Placing:
         """Let clients that are onboarded go down the tree of splits, a visit for each."""
-        own = server.state.get(self.key, {})
-        splits, found = own.get("splits", {}), dict.fromkeys(clients, GLOBAL)
-        while any(cluster in splits for cluster in found.values()):
+        server_state = server.state.get(self.key, {})
+        splits, clusters = server_state.get("splits", {}), dict.fromkeys(clients, GLOBAL)
+        while any(cluster in splits for cluster in clusters.values()):
             server.models.update({f"before {cluster}": split["model"] for cluster, split in splits.items()})
-            at = {client: cluster for client, cluster in found.items() if cluster in splits}
+            at = {client: cluster for client, cluster in clusters.items() if cluster in splits}
             updates = yield [Job(client, model=f"before {cluster}", keep=True) for client, cluster in at.items()]
-            found = {
-                client: cluster for client, cluster in found.items() if client not in at
+            clusters = {
+                client: cluster for client, cluster in clusters.items() if client not in at
             }  # who failed goes no further
             for update in updates:
                 split = splits[at[update.client]]
-                found[update.client] = self.side(self.delta(server, split["model"], update), split["updates"])
+                clusters[update.client] = self.side(self.delta(server, split["model"], update), split["updates"])
         if splits:  # else all are served by the model of all
-            server.state[self.key] = {**own, "clusters": {**own["clusters"], **found}}
-        return found
+            server.state[self.key] = {**server_state, "clusters": {**server_state["clusters"], **clusters}}
+        return clusters
 
     def side(self, delta: State, sides: Mapping[str, Mapping[str, State]]) -> str:
         """Return the part of a split that has the update of largest cosine with a newcomer's, the first of several.
@@ -211,6 +210,8 @@ class CFL(Clusters):
         Args:
             deltas: Every member's update.
         """
+        from sklearn.cluster import AgglomerativeClustering  # slow to import
+
         linkage = AgglomerativeClustering(2, metric="precomputed", linkage="complete")
         labels = linkage.fit_predict(ties.levelled(1.0 - cosines(flat(deltas))).numpy())
         first = [client for client, label in zip(deltas, labels, strict=True) if label == labels[0]]

@@ -164,18 +164,18 @@ class GlobalCheckpoint(ModelSelection):
 
     def _select_anew(self, server: Server, clients: Sequence[str]) -> None:
         """Select anew: scores of a model on other clients cannot be compared with those before."""
-        own = [key for key in server.checkpoints if key.split(" ")[0] == self.key]
-        if [server.checkpoints.pop(key) for key in own]:
+        keys = [key for key in server.checkpoints if key.split(" ")[0] == self.key]
+        if [server.checkpoints.pop(key) for key in keys]:
             warn("GlobalCheckpoint selects anew: its best score so far is of other clients than the next ones will be.")
 
     def _models(self, server: Server) -> list[tuple[str, str | None]]:
         """Return the keys of the models to select from, each with a client that has it; `None`: all have it."""
         if server.callbacks.role("model_of") is None:
             return [(GLOBAL, None)]
-        found: dict[str, str | None] = {}
+        client_by_model: dict[str, str | None] = {}
         for client in server.clients:
-            found.setdefault(server.model_of(client), client)
-        return list(found.items())
+            client_by_model.setdefault(server.model_of(client), client)
+        return list(client_by_model.items())
 
     def _module(self, server: Server, client: str | None) -> LightningModule:
         """Return the global model, or raise `ValueError` if the method has none."""
@@ -201,19 +201,19 @@ class GlobalCheckpoint(ModelSelection):
 
     def _select(self, server: Server, model: str, module: LightningModule) -> None:
         several = server.callbacks.role("model_of") is not None
-        found = server.score(self.monitor, stage=self.stage)
-        if not found:
+        scores = server.score(self.monitor, stage=self.stage)
+        if not scores:
             where = (None, self.stage, "local", "val")
-            known = [metric for *place, metric in server.scores if tuple(place) == where]
-            found = server.score(monitor_of(self, known), stage=self.stage)
+            metrics = [metric for *place, metric in server.scores if tuple(place) == where]
+            scores = server.score(monitor_of(self, metrics), stage=self.stage)
         if several:
-            found = {client: score for client, score in found.items() if server.model_of(client) == model}
+            scores = {client: score for client, score in scores.items() if server.model_of(client) == model}
         weights = {
             client: {"train": server.num_samples.get(client, 0), "val": size, "uniform": 1}[self.mean]
-            for client, (_, size) in found.items()
+            for client, (_, size) in scores.items()
         }
         missed = any(map(partial(self._missed, server), server.failures))
-        values = {client: value for client, (value, _) in found.items() if weights[client]}
+        values = {client: value for client, (value, _) in scores.items() if weights[client]}
         broken = [value for value in values.values() if math.isinf(value) or (self.mode == "min" and math.isnan(value))]
         defined = {client: value for client, value in values.items() if math.isfinite(value)}
         if missed or broken or not defined:
@@ -226,9 +226,9 @@ class GlobalCheckpoint(ModelSelection):
             if not both or not is_better(_mean(defined, weights, both), _mean(before, weights, both), self.mode):
                 return
             server.checkpoints.pop(key)
-        told = {"values": defined} if self.mode == "max" else {}
+        scores_to_keep = {"values": defined} if self.mode == "max" else {}
         score = _mean(defined, weights, defined)
-        _keep_best(self, server, score, module, key, name="best_global", stage="G", **of, **told)
+        _keep_best(self, server, score, module, key, name="best_global", stage="G", **of, **scores_to_keep)
         if gaps and not before:
             text = f"{len(defined)} of {len(values)} clients"
             warn(
@@ -258,14 +258,14 @@ def monitored(callback: Any, metrics: Mapping[str, float]) -> float:
     return float(metrics[monitor_of(callback, metrics)])
 
 
-def monitor_of(callback: Any, known: Iterable[str]) -> str:
+def monitor_of(callback: Any, metrics: Iterable[str]) -> str:
     """Return the name of the metric that a callback monitors: its `monitor`, or for the default the only loss there is.
 
     Example:
         >>> monitor_of(LocalCheckpoint(), ["val/loss", "val/acc"])
         'val/loss'
     """
-    names, monitor = list(known), str(callback.monitor)
+    names, monitor = list(metrics), str(callback.monitor)
     if monitor in names:
         return monitor
     losses = [name for name in names if "loss" in _words(name)]

@@ -226,7 +226,7 @@ class ClientDP(ClientSelection, Private):
         accountant: ``"rdp"`` (default; Rényi, orders of Opacus) or ``"prv"`` (tighter, slower).
         ledger: Folder with a file of what all runs have spent on these clients; `epsilon` is then the budget over all of
             them. A run whose releases are gone from it ends. `None`: every run counts alone.
-        noise_seed: A fixed seed in the place of the secret, for tests. The run is **not private**, and says so.
+        noise_seed: A fixed seed instead of the secret, for tests. The run is **not private**, and says so.
 
     Raises:
         ValueError: If a number is out of range, neither `noise_multiplier` nor `epsilon` is given, or options contradict each
@@ -315,9 +315,9 @@ class ClientDP(ClientSelection, Private):
 
     def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
         """Refuse them if their rounds and what the ledger has exceed `epsilon`."""
-        planned = [(one, rounds) for one, rounds in runs if isinstance(one, ClientDP) and one.ledger == self.ledger]
+        planned = [(dp, rounds) for dp, rounds in runs if isinstance(dp, ClientDP) and dp.ledger == self.ledger]
         with Ledger(self.ledger, "clients", "").held(None) as before:
-            steps = [*before, *((one.noise_for(one.rate, rounds), one.rate, rounds) for one, rounds in planned)]
+            steps = [*before, *((dp.noise_for(dp.rate, rounds), dp.rate, rounds) for dp, rounds in planned)]
         if self.ledger is not None:
             self.refuse_beyond(self.epsilon_of(steps), len(planned))
 
@@ -331,19 +331,19 @@ class ClientDP(ClientSelection, Private):
         Raises:
             ValueError: If earlier rounds were not private, or had other options.
         """
-        given = [self.noise_multiplier, self.rate, self.noise_seed]
-        given += [] if self.quantile is None else [self.quantile]
-        given += [] if self.shares is None else [self.shares, self.noise_for(self.rate, server.max_rounds)]
+        options = [self.noise_multiplier, self.rate, self.noise_seed]
+        options += [] if self.quantile is None else [self.quantile]
+        options += [] if self.shares is None else [self.shares, self.noise_for(self.rate, server.max_rounds)]
         if self.key not in server.state:
             if server.round > 0:
                 raise ValueError(
                     f"{server.round} rounds of this run were without ClientDP, and are not private. Start a new run."
                 )
             noise = self.noise_for(self.rate, server.max_rounds)
-            own = {"secret": self.new_secret(), "noise_multiplier": noise, "given": given}
-            server.state[self.key] = own | {"clip": self.clip, "count": 0.0}
+            run_state = {"secret": self.new_secret(), "noise_multiplier": noise, "given": options}
+            server.state[self.key] = run_state | {"clip": self.clip, "count": 0.0}
         kept = server.state[self.key]
-        checks.refuse_other_options(kept["given"], given)
+        checks.refuse_other_options(kept["given"], options)
         return kept if self.quantile is not None else kept | {"clip": self.clip}  # a resumed run may have another one
 
     def epsilon_after(self, rounds: int) -> float:
@@ -444,8 +444,8 @@ class ClientDP(ClientSelection, Private):
         """Count whose change was no longer than ``C``."""
         if not self.claims("on_update"):
             return
-        kept, said = self._own(server), update.extras.get(self.key)
-        within = 0.0 if said is None else int(said["within"]) - 0.5
+        kept, extras = self._own(server), update.extras.get(self.key)
+        within = 0.0 if extras is None else int(extras["within"]) - 0.5
         server.state[self.key] = kept | {"count": kept["count"] + within}
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
@@ -467,29 +467,29 @@ class ClientDP(ClientSelection, Private):
         A round that was released is not released again: where it comes out differently (a client failed, then or now), the
         stored one is what it was.
         """
-        own, expected = self._own(server), self.denominator(server)
+        run_state, expected = self._own(server), self.denominator(server)
         names = sorted(set(server.trainable) & {*server.shared_names(), *state})
         mean = {name: widen(state.get(name, server.model[name])) for name in names}
-        digest = digest_of(f"{own['secret']}|{server.round}|{own['count']}|{own['clip']}", mean)
+        digest = digest_of(f"{run_state['secret']}|{server.round}|{run_state['count']}|{run_state['clip']}", mean)
         bound = digest if self.noise_seed is None else ""  # two means never share their noise
-        z, clip = float(own["noise_multiplier"]), float(own["clip"])
+        z, clip = float(run_state["noise_multiplier"]), float(run_state["clip"])
         further = clip
         if self.quantile is not None:
             of_count = noise_of_count(z, expected)
-            drawn = float(normal(own["secret"], f"{server.round}|count|{bound}", torch.Size([1])))
-            further = next_clip(clip, own["count"] + of_count * drawn, expected, self.quantile, self.clip_lr)
+            drawn = float(normal(run_state["secret"], f"{server.round}|count|{bound}", torch.Size([1])))
+            further = next_clip(clip, run_state["count"] + of_count * drawn, expected, self.quantile, self.clip_lr)
             z = noise_of_changes(z, of_count)
         noisy = {name: mean[name] for name in names if name in state}  # where the noise is in the sum
         if not self.shares:
-            noisy = with_noise(mean, z * clip / expected, own["secret"], f"{server.round}|noise", bound)
-        found = {name: narrow(value, server.model[name]) for name, value in noisy.items()}
-        release, known = Release(self._place(server) + digest[:24], found, further), self._releases(server)
-        if known - {release.name}:
-            release = stored(server.run_dir, known, server.round)
-        elif server.run_dir is not None and not known:
+            noisy = with_noise(mean, z * clip / expected, run_state["secret"], f"{server.round}|noise", bound)
+        noised = {name: narrow(value, server.model[name]) for name, value in noisy.items()}
+        release, earlier = Release(self._place(server) + digest[:24], noised, further), self._releases(server)
+        if earlier - {release.name}:
+            release = stored(server.run_dir, earlier, server.round)
+        elif server.run_dir is not None and not earlier:
             store(server.run_dir, release)
         self._spend(server, release.name)
-        server.state[self.key] = own | {"count": 0.0, "clip": release.clip}
+        server.state[self.key] = run_state | {"count": 0.0, "clip": release.clip}
         return dict(state) | dict(release.state)
 
     def _spend(self, server: Server, release: str) -> None:
@@ -509,7 +509,7 @@ class ClientDP(ClientSelection, Private):
                 )
             if ledger.path is not None and (written - {release} - counted or (server.round > 0 and not counted)):
                 raise forgotten(ledger.path)
-            spent, known = self._spent(server, ledger, others)
+            spent, insider = self._spent(server, ledger, others)
             if release not in written | counted and not self.fits([*others, (*step, server.round + 1)]):
                 raise ValueError(
                     f"Round {server.round + 1} would spend epsilon={spent:.4g} in all, with other runs of the ledger: more "
@@ -517,18 +517,18 @@ class ClientDP(ClientSelection, Private):
                 )
         if server.run_dir is None:
             return
-        told = self.told(server, "client", spent, **{KNOWN: known})
-        told |= {"noise_multiplier": step[0], "rate": self.rate, "clip": float(self._own(server)["clip"])}
-        write_spending(server.run_dir, told, rows, None if release in written else release)
+        report = self.told(server, "client", spent, **{KNOWN: insider})
+        report |= {"noise_multiplier": step[0], "rate": self.rate, "clip": float(self._own(server)["clip"])}
+        write_spending(server.run_dir, report, rows, None if release in written else release)
 
     def on_federation_end(self, server: Server) -> None:
         """Say what was spent."""
         ledger = self._ledger(server)
         with ledger.held(None) as others:
-            spent, known = self._spent(server, ledger, others)
+            spent, insider = self._spent(server, ledger, others)
         if server.run_dir is not None:
             self.say_spent(
                 server,
                 f"epsilon={spent:.4g} at delta={self.delta:g} for each client, against everybody who sees the models, and "
-                f"{known:.4g} against who knows who took part, as readers of this run's folder do.",
+                f"{insider:.4g} against who knows who took part, as readers of this run's folder do.",
             )

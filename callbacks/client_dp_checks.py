@@ -21,16 +21,16 @@ OF_A_SUM = Need(
 BOUNDED = Need(WHAT, ("reduce", *OF_A_SUM.without, "plan_round", "on_broadcast", "encode"))
 
 
-def refuse_other_options(kept: Sequence[Any], given: Sequence[Any]) -> None:
+def refuse_other_options(kept: Sequence[Any], options: Sequence[Any]) -> None:
     """Refuse a resumed run whose noise is another one than that of the rounds before.
 
     Raises:
         ValueError: With both.
     """
-    if kept != given:
+    if kept != options:
         raise ValueError(
             "ClientDP accounts for all rounds by one noise_multiplier, rate and noise_seed (quantile, shares, what clients "
-            f"solve for by max_rounds): they were {kept}, and are {given} now. Resume with those, or start anew."
+            f"solve for by max_rounds): they were {kept}, and are {options} now. Resume with those, or start anew."
         )
 
 
@@ -58,7 +58,7 @@ def refuse_uncovered(setup: Setup) -> None:
     if loose:
         raise ValueError(
             f"'{loose[0]}' is a running statistic that travels, which ClientDP neither bounds nor covers with noise. "
-            "Take GroupNorm in the place of BatchNorm, or keep such entries with the clients: float_buffers='local'."
+            "Take GroupNorm instead of BatchNorm, or keep such entries with the clients: float_buffers='local'."
         )
     tied = sorted(name for name in tied_names(setup.module) if name in travelling)
     if tied:
@@ -84,7 +84,7 @@ def refuse_other_sum(setup: Setup, noise: SumNoise | None) -> None:
     Raises:
         ValueError: With the way out.
     """
-    secure = next((one for one in setup.callbacks if isinstance(one, SecureAggregation)), None)
+    secure = next((callback for callback in setup.callbacks if isinstance(callback, SecureAggregation)), None)
     if secure is None or noise is None:
         if secure is not None or noise is not None:
             raise ValueError(

@@ -43,7 +43,7 @@ class _ChangeCodec(UpdateCodec):
         return super().facts.extend(needs=[WITH_A_SERVER], requires=[travels], asynchronous=False)
 
     def encode(self, client: Client, update: Update) -> None:
-        """Put the code in the place of the entries.
+        """Put the code in place of the entries.
 
         Raises:
             ValueError: If an entry goes back that did not come.
@@ -66,13 +66,13 @@ class _ChangeCodec(UpdateCodec):
 
     def decode(self, server: Server, message: Message, update: Update) -> State:
         """Return the entries that came, each with its part of the change."""
-        own, sent = server.architecture_of(message.client), message.state
+        architecture, sent = server.architecture_of(message.client), message.state
         chosen = [
             name
             for name in message.returns
-            if own.kinds.get(name) == "trainable" and name in sent and has_mean(sent[name])
+            if architecture.kinds.get(name) == "trainable" and name in sent and has_mean(sent[name])
         ]
-        coded = _without_copies(chosen, own.tied)
+        coded = _without_copies(chosen, architecture.tied)
         start = {name: sent[name] for name in coded}
         size = sum(as_reals(entry).numel() for entry in start.values())
         decoded = add_row(start, self.change(update.extras[self.key], size, message, server))
@@ -89,11 +89,11 @@ class _ChangeCodec(UpdateCodec):
 
 def _without_copies(names: Sequence[str], tied: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
     """Return names in order, of a tensor under several names the first one, each with all of its names."""
-    found: dict[str, list[str]] = {}
+    names_by_first: dict[str, list[str]] = {}
     for name in sorted(names):
-        first = min((one for one in tied.get(name, ()) if one in names), default=name)
-        found.setdefault(min(first, name), []).append(name)
-    return found
+        first = min((tied_name for tied_name in tied.get(name, ()) if tied_name in names), default=name)
+        names_by_first.setdefault(min(first, name), []).append(name)
+    return names_by_first
 
 
 def _part(code: Any, name: str, dtype: torch.dtype, size: int | None = None) -> Tensor:
@@ -102,12 +102,12 @@ def _part(code: Any, name: str, dtype: torch.dtype, size: int | None = None) -> 
     Raises:
         ValueError: If it is something else.
     """
-    found: Any = code.get(name) if isinstance(code, Mapping) else None
-    fits = isinstance(found, Tensor) and found.dtype == dtype and found.dim() == 1
-    if not fits or (size is not None and len(found) != size) or not bool(torch.isfinite(found.double()).all()):
-        raise ValueError(f"its '{name}' is no vector of {'' if size is None else f'{size} '}finite {dtype} numbers")
-    assert isinstance(found, Tensor)
-    return found
+    vector: Any = code.get(name) if isinstance(code, Mapping) else None
+    fits = isinstance(vector, Tensor) and vector.dtype == dtype and vector.dim() == 1
+    if not fits or (size is not None and len(vector) != size) or not bool(torch.isfinite(vector.double()).all()):
+        raise ValueError(f"its '{name}' is not a vector of {'' if size is None else f'{size} '}finite {dtype} numbers")
+    assert isinstance(vector, Tensor)
+    return vector
 
 
 def count_of(share: float, size: int) -> int:
@@ -123,7 +123,7 @@ class TopK(_ChangeCodec):
 
     * Client: ``p = (w_i - w) + e_i``; the ``k`` elements of largest magnitude go up with their places, 8 bytes each; the
       rest is kept: ``e_i = p - sent``, of several models that a client may choose from one each.
-    * Server: ``w + sent`` in the place of ``w_i``, in whatever follows.
+    * Server: ``w + sent`` instead of ``w_i``, in whatever follows.
 
     What was left out of an update that did not arrive is not sent again. It is biased; with memory the sum of all that a
     client sends is the sum of its changes but for the last memory.

@@ -69,9 +69,9 @@ class Ditto(KeepsModel):
         v = self.kept(client) or clone(module_state(client.initial_module()), "cpu")
         client.state[self.key] = {"model": v}
         if self.work != 0:
-            terms = (self.key,)
+            keys = (self.key,)
             yield Phase(
-                "personal", start=v, work=self.work, federated=False, terms_of=terms, repeats="fit", keep_as=self.keep
+                "personal", start=v, work=self.work, federated=False, terms_of=keys, repeats="fit", keep_as=self.keep
             )
 
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -114,12 +114,12 @@ class DSFL(SharesPublicRows, ServerModels):
         if not self.distil_epochs:
             yield [Job(client) for client in clients]
             return
-        own = dict(server.state.get(self.key, {}))
-        server.state[self.key] = {**own, "predict": server.training.public_ids(self.public_samples)}
+        server_state = dict(server.state.get(self.key, {}))
+        server.state[self.key] = {**server_state, "predict": server.training.public_ids(self.public_samples)}
         sent = yield [Job(client, tag=PREDICT, keep=True) for client in clients]
         rows = self.rows_in(sent)
         if not rows:  # the only one failed
-            server.state[self.key] = own
+            server.state[self.key] = server_state
             return
         targets = self.mean_of(server, rows)
         if self.aggregation == "era":
@@ -146,12 +146,12 @@ class DSFL(SharesPublicRows, ServerModels):
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send ids to predict, and what the client has not distilled yet."""
-        own = server.state.get(self.key, {})
+        state = server.state.get(self.key, {})
         payload = {}
         if job.tag == PREDICT:
-            payload["predict"] = own["predict"]
-        if job.tag == DISTIL or (job.tag == PREDICT and "ids" in own and job.client not in own["done"]):
-            payload |= {"ids": own["ids"], "targets": own["targets"]}
+            payload["predict"] = state["predict"]
+        if job.tag == DISTIL or (job.tag == PREDICT and "ids" in state and job.client not in state["done"]):
+            payload |= {"ids": state["ids"], "targets": state["targets"]}
         if payload:
             message.extras[self.key] = payload
 

@@ -79,7 +79,7 @@ class DSGD(Gossip):
             return mixed(matrix, after, names)
         parameters = [name for name in names if server.kinds[name] == "trainable"]
         statistics = [name for name in names if name not in parameters]
-        found = mixed(matrix, before, parameters, added=[(y, x) for y, x in zip(after, before, strict=True)])
+        states = mixed(matrix, before, parameters, added=[(y, x) for y, x in zip(after, before, strict=True)])
         own_share = torch.diag(matrix.diagonal())  # of its own statistics a node knows those after the step
         both = torch.cat([matrix - own_share, own_share], 1)
-        return [own | more for own, more in zip(found, mixed(both, [*before, *after], statistics), strict=True)]
+        return [state | more for state, more in zip(states, mixed(both, [*before, *after], statistics), strict=True)]

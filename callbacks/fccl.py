@@ -116,27 +116,27 @@ class FCCL(SharesPublicRows):
 
     def plan_round(self, server: Server) -> Plan:
         """Collect the rows of those that have been visited, then let everybody train."""
-        own = server.state.get(self.key, {})
-        clients, ready = server.participants(), list(own.get("ready", []))
-        known = [client for client in clients if client in ready or not self.pretrain_epochs]
-        new = [client for client in clients if client not in known]
-        if known and self.collaborate_epochs:
+        server_state = server.state.get(self.key, {})
+        clients, ready = server.participants(), list(server_state.get("ready", []))
+        ready_clients = [client for client in clients if client in ready or not self.pretrain_epochs]
+        new = [client for client in clients if client not in ready_clients]
+        if ready_clients and self.collaborate_epochs:
             server.state[self.key] = {"ready": ready, "ids": self.ids(server)}
-            sent = yield [Job(client, work=0, tag=PREDICT) for client in known]
+            sent = yield [Job(client, work=0, tag=PREDICT) for client in ready_clients]
             if rows := self.rows_in(sent):
                 server.state[self.key] |= {"mean": self.mean_of(server, rows)}
         there = "mean" in server.state.get(self.key, {})
-        tags = dict.fromkeys(known, COLLABORATE if there else "") | dict.fromkeys(new, PRETRAIN)
+        tags = dict.fromkeys(ready_clients, COLLABORATE if there else "") | dict.fromkeys(new, PRETRAIN)
         trained = yield [Job(client, tag=tags[client]) for client in clients]
         new = [update.client for update in trained if update.error is None and update.client not in ready]
         server.state[self.key] = {"ready": ready + new}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the ids, and for the collaborative phase the mean."""
-        own = server.state.get(self.key, {})
+        server_state = server.state.get(self.key, {})
         names = {PREDICT: ("ids",), COLLABORATE: ("ids", "mean")}.get(job.tag, ())
         if names:
-            message.extras[self.key] = {name: own[name] for name in names}
+            message.extras[self.key] = {name: server_state[name] for name in names}
 
     # -- client --------------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:
@@ -167,9 +167,9 @@ class FCCL(SharesPublicRows):
 
     def teachers(self, client: Client) -> list[tuple[float, LightningModule]]:
         """Return weights and frozen copies of the client's old models."""
-        own = client.state.get(self.key, {})
+        kept = client.state.get(self.key, {})
         weights = {"previous": self.inter, "pretrained": self.intra}
-        return [(weight, client.frozen_copy(own[name])) for name, weight in weights.items() if weight and name in own]
+        return [(weight, client.frozen_copy(kept[name])) for name, weight in weights.items() if weight and name in kept]
 
     def collaborate_loss(self, client: Client, module: LightningModule, paired: Any, batch_idx: int) -> Tensor:
         """Return the loss of the collaborative phase."""

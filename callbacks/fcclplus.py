@@ -118,9 +118,9 @@ class FCCLPlus(FCCL):
     def predict(self, module: LightningModule, batch: Any) -> Tensor:
         """Return logits and similarities of a public batch, those filled up with zeros to one width."""
         logits, z = self._both(module, batch)
-        found = similarities(z, self.temperature)
+        similarity_rows = similarities(z, self.temperature)
         width = (self.public_batch_size or 1) - 1
-        return torch.cat([logits, F.pad(found, (0, width - found.shape[1])).to(logits)], 1)
+        return torch.cat([logits, F.pad(similarity_rows, (0, width - similarity_rows.shape[1])).to(logits)], 1)
 
     def collaborate_loss(self, client: Client, module: LightningModule, paired: Any, batch_idx: int) -> Tensor:
         """Return the loss of the collaborative phase."""
@@ -130,8 +130,8 @@ class FCCLPlus(FCCL):
         if self.similarity == 0.0 or len(z) < 2:
             return loss
         target = paired.targets[:, classes : classes + len(z) - 1].to(z).softmax(1)
-        own = similarities(z, self.temperature).log_softmax(1)
-        return loss + self.similarity * F.kl_div(own, target, reduction="batchmean")
+        log_similarities = similarities(z, self.temperature).log_softmax(1)
+        return loss + self.similarity * F.kl_div(log_similarities, target, reduction="batchmean")
 
     def divergence(self, teacher: Tensor, student: Tensor, batch: Any) -> Tensor:
         """Return `T^2 KL(q_teacher || q)` over the classes that are not the target, mean over the batch."""
@@ -140,10 +140,10 @@ class FCCLPlus(FCCL):
         count = (len(labels), student.shape[1] - 1)
         q, p = teacher / temperature, student / temperature
         if self.non_target == "normalised":
-            target, own = (z[others].view(count).log_softmax(1) for z in (q, p))
+            target, log_student = (z[others].view(count).log_softmax(1) for z in (q, p))
         else:
-            target, own = (z.log_softmax(1)[others].view(count) for z in (q, p))
-        return temperature**2 * F.kl_div(own, target.detach(), reduction="batchmean", log_target=True)
+            target, log_student = (z.log_softmax(1)[others].view(count) for z in (q, p))
+        return temperature**2 * F.kl_div(log_student, target.detach(), reduction="batchmean", log_target=True)
 
     def _both(self, module: LightningModule, batch: Any) -> tuple[Tensor, Tensor]:
         """Return logits and representations of a public batch."""

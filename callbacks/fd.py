@@ -46,7 +46,7 @@ class FD(SharesPredictions):
 
     With `gamma=0`, or one client, it is local training. The paper's "logit vectors" are outputs after the softmax.
     HtFLlib's code averages raw logits over all clients, the client's own too, and takes them as targets of the cross
-    entropy though they are no distribution; here `exchange="logits"` puts the softmax on the mean, and `loo=False` keeps
+    entropy though they are not a distribution; here `exchange="logits"` puts the softmax on the mean, and `loo=False` keeps
     the client's own. One logit is read as that of class 1 beside 0 for class 0.
 
     Args:
@@ -98,7 +98,7 @@ class FD(SharesPredictions):
             return
         path = head_path(setup.module, self.head)
         is_layer = any(True for _ in setup.module.get_submodule(path).parameters(recurse=False))
-        if is_layer and any(one.claims("class_means") for one in setup.callbacks):
+        if is_layer and any(callback.claims("class_means") for callback in setup.callbacks):
             raise ValueError(
                 f"FD reads the output of `{path}`, of which gradients of single records are taken, and its term would pass "
                 "them by. Name the nn.Sequential that ends with this layer as head."
@@ -124,9 +124,9 @@ class FD(SharesPredictions):
     def plan_round(self, server: Server) -> Plan:
         """Plan ordinary visits. When all are back, what they sent replaces what they sent before."""
         yield [Job(client) for client in server.participants()]
-        own = server.state.get(self.key, {})
-        if arrived := own.get("arrived"):
-            kept = {**own.get("tables", {}), **arrived}
+        server_state = server.state.get(self.key, {})
+        if arrived := server_state.get("arrived"):
+            kept = {**server_state.get("tables", {}), **arrived}
             tables = {client: kept[client] for client in server.clients if client in kept}  # one order of summing
             server.state[self.key] = {
                 "tables": tables,
@@ -136,19 +136,19 @@ class FD(SharesPredictions):
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the mean rows of the last round, without the client's own."""
-        own = server.state.get(self.key, {})
-        if "total" not in own:
+        server_state = server.state.get(self.key, {})
+        if "total" not in server_state:
             return
-        total, weight, table = own["total"], own["weight"], own["tables"].get(job.client)
+        total, weight, table = server_state["total"], server_state["weight"], server_state["tables"].get(job.client)
         if self.loo and table is not None:
             total = total - table["weights"][:, None] * table["outputs"].double()
             weight = weight - table["weights"]
-        known = weight > 0  # sums of whole numbers: exact
-        if not known.any():
+        has_outputs = weight > 0  # sums of whole numbers: exact
+        if not has_outputs.any():
             return
         message.extras[self.key] = {
-            "outputs": (total[known] / weight[known, None]).float(),
-            "classes": known.nonzero()[:, 0].int(),
+            "outputs": (total[has_outputs] / weight[has_outputs, None]).float(),
+            "classes": has_outputs.nonzero()[:, 0].int(),
         }
 
     # -- client --------------------------------------------------------------------------------------------------------
@@ -186,23 +186,23 @@ class FD(SharesPredictions):
             return
         if self.output_pass == "after":
             client.scratch.pop(self.key, None)
-            for batch, found in client.feature_pass(self.feature_taps):
-                self._note(client, both_classes(found["logits"]), labels_of(batch, self.key))
+            for batch, features in client.feature_pass(self.feature_taps):
+                self._note(client, both_classes(features["logits"]), labels_of(batch, self.key))
         sums, counts = (tensor.cpu() for tensor in client.scratch[self.key])
         if not torch.isfinite(sums).all():
             raise FloatingPointError("its mean outputs hold NaN or infinite values; lower the learning rate or gamma")
-        known = counts > 0
+        has_samples = counts > 0
         payload = {
-            "outputs": (sums[known] / counts[known, None]).float(),
-            "classes": known.nonzero()[:, 0].int(),
+            "outputs": (sums[has_samples] / counts[has_samples, None]).float(),
+            "classes": has_samples.nonzero()[:, 0].int(),
         }
         if self.weighting == "samples":
-            payload["counts"] = counts[known].int()
+            payload["counts"] = counts[has_samples].int()
         update.extras[self.key] = payload
 
     def _vectors(self, client: Client) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch, found in client.feature_pass(self.feature_taps):
-            logits = both_classes(found["logits"])
+        for batch, features in client.feature_pass(self.feature_taps):
+            logits = both_classes(features["logits"])
             yield (logits if self.exchange == "logits" else logits.softmax(1)), labels_of(batch, self.key)
 
     def _note(self, client: Client, logits: Tensor, labels: Tensor) -> None:
@@ -218,8 +218,8 @@ class FD(SharesPredictions):
     # -- server, after the visits --------------------------------------------------------------------------------------
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse classes that the outputs do not have."""
-        if found := update.extras.get(self.key):
-            refuse_classes(found["classes"], found["outputs"].shape[1])
+        if extras := update.extras.get(self.key):
+            refuse_classes(extras["classes"], extras["outputs"].shape[1])
 
     def on_update(self, server: Server, update: Update) -> None:
         """Note the client's rows. What it sent before stays for labels that it did not meet this time.
@@ -230,22 +230,22 @@ class FD(SharesPredictions):
         extras = update.extras.get(self.key)
         if not extras:
             return
-        own = server.state.get(self.key, {})
+        server_state = server.state.get(self.key, {})
         outputs, rows_of = extras["outputs"], extras["classes"].long()
         width = outputs.shape[1]
-        arrived = own.get("arrived", {})
-        other = next((table for known in (arrived, own.get("tables", {})) for table in known.values()), None)
+        arrived = server_state.get("arrived", {})
+        other = next((table for tables in (arrived, server_state.get("tables", {})) for table in tables.values()), None)
         if other is not None and other["outputs"].shape[1] != width:
             raise ValueError(
                 f"Client '{update.client}' has {width} classes, others {other['outputs'].shape[1]}. FD needs the same "
                 "classes for all; set head=... so that it gives their logits."
             )
-        before = own.get("tables", {}).get(update.client)
+        before = server_state.get("tables", {}).get(update.client)
         table = torch.zeros(width, width) if before is None else before["outputs"].clone()
         weights = torch.zeros(width, dtype=torch.float64) if before is None else before["weights"].clone()
         table[rows_of] = outputs
         weights[rows_of] = extras.get("counts", torch.ones(len(rows_of))).double()
         server.state[self.key] = {
-            **own,
+            **server_state,
             "arrived": {**arrived, update.client: {"outputs": table, "weights": weights}},
         }

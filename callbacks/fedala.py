@@ -131,11 +131,11 @@ class FedALA(FederatedCallback):
         kept = client.state.get(self.key)
         if kept is None:
             return
-        own = select(kept["th"], message.state)
-        sent = select(message.state, own)
-        if equal(own, sent):
+        local = select(kept["th"], message.state)
+        sent = select(message.state, local)
+        if equal(local, sent):
             return
-        learner = _Weights(client, self, message.state, own, kept.get("W"))
+        learner = _Weights(client, self, message.state, local, kept.get("W"))
         if self.weight_lr > 0:
             learner.learn(self.max_passes if "W" not in kept else 1)
         message.state = message.state | clone(merge(learner.own, learner.sent, learner.weights), "cpu")
@@ -148,22 +148,22 @@ class FedALA(FederatedCallback):
             client.state[self.key] = {**client.state.get(self.key, {}), "th": clone(th, "cpu")}
 
 
-def merge(own: State, sent: State, weights: State) -> State:
+def merge(local: State, sent: State, weights: State) -> State:
     """Return ``th + (Th - th) * W`` for every entry: exactly ``Th`` at 1 and exactly ``th`` at 0."""
-    return {name: narrow(torch.lerp(_wide(th), _wide(sent[name]), weights[name]), th) for name, th in own.items()}
+    return {name: narrow(torch.lerp(_wide(th), _wide(sent[name]), weights[name]), th) for name, th in local.items()}
 
 
 class _Weights:
     """``W`` while it is learned, on the device, in a copy of the client's module."""
 
-    def __init__(self, client: Client, options: FedALA, received: State, own: State, weights: State | None) -> None:
+    def __init__(self, client: Client, options: FedALA, received: State, local: State, weights: State | None) -> None:
         self.client, self.options = client, options
         self.module = client.copy_module().to(client.device).eval()
         load_state(self.module, received)
-        self.own = clone(own, client.device)
-        self.sent = clone(select(received, own), client.device)
+        self.own = clone(local, client.device)
+        self.sent = clone(select(received, local), client.device)
         for name, parameter in self.module.named_parameters():
-            parameter.requires_grad_(name in own)
+            parameter.requires_grad_(name in local)
         start = {name: torch.full_like(_wide(th), options.start) for name, th in self.own.items()}
         self.weights = start | clone(weights or {}, client.device)
 

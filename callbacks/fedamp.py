@@ -108,7 +108,7 @@ class FedAMP(KeepsClientModels):
         {'a': 0.74, 'b': 0.26, 'c': 0.0}
     """
 
-    lam: Annotated[float, Range("[0, inf)", "0 is no pull.")] = 1.0
+    lam: Annotated[float, Range("[0, inf)", "0 is not a pull.")] = 1.0
     alpha: PositiveFloat | None = None
     sigma: PositiveFloat | None = None
     alpha_decay: Annotated[float, Range("(0, 1]", "alpha must not grow.")] = 1.0
@@ -221,12 +221,12 @@ class FedAMP(KeepsClientModels):
             sigma, step = seen["sigma"], seen["step"] * self.alpha_decay**server.round
         else:
             sigma, step = self.sigma, self.step_size(server) / self.sigma
-        own = models[client]
-        row = {j: step * math.exp(-self.unlikeness(server, w, own) / sigma) for j, w in models.items() if j != client}
+        model = models[client]
+        row = {j: step * math.exp(-self.unlikeness(server, w, model) / sigma) for j, w in models.items() if j != client}
         return {j: 1.0 - sum(row.values()) if j == client else row[j] for j in models}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """Send ``u_i`` in the place of a global model, and the strength of the pull."""
+        """Send ``u_i`` instead of a global model, and the strength of the pull."""
         message.extras[self.key] = {"pull": self.lam / self.step_size(server)}
         if job.client in server.clients:
             models = {client: select(state, message.state) for client, state in self.models(server).items()}
@@ -236,8 +236,8 @@ class FedAMP(KeepsClientModels):
     # -- client --------------------------------------------------------------------------------------------------------
     def _own(self, client: Client) -> State:
         """Return ``w_i`` as the client keeps it; empty before its first visit."""
-        own: State = client.state.get(self.key, {}).get("w", {})
-        return own
+        own_model: State = client.state.get(self.key, {}).get("w", {})
+        return own_model
 
     def on_receive(self, client: Client, message: Message) -> None:
         """Start from ``w_i`` where ``start="own"``. The anchor stays ``u_i``."""

@@ -11,7 +11,7 @@ from fedlightning.ranges import PositiveInt, Range, Share, needs
 
 StalenessName = Literal["constant", "polynomial", "hinge"]
 DecayRate = Annotated[float, Range("[0, inf)", "An older update must not count more.")]
-MaxStaleness = Annotated[int, Range("[0, inf)", "None is no limit.", strict=True)]
+MaxStaleness = Annotated[int, Range("[0, inf)", "None is not a limit.", strict=True)]
 
 
 def staleness_weight(kind: StalenessName, staleness: float, a: float, b: float) -> float:
@@ -78,7 +78,7 @@ class FedAsync(AsynchronousMethod):
         staleness: StalenessName = "polynomial",
         a: DecayRate | None = None,
         b: DecayRate = 4.0,
-        rho: Annotated[float, Range("[0, inf)", "0 is no proximal term.")] = 0.0,
+        rho: Annotated[float, Range("[0, inf)", "0 is not a proximal term.")] = 0.0,
         max_staleness: MaxStaleness | None = None,
         paper_index: bool = False,
         decay: Share = 0.5,

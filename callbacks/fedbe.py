@@ -97,10 +97,10 @@ class FedBE(EnsembleFusion):
     def ensemble(self, server: Server) -> list[Member]:
         """Return the clients' models, the mean of each architecture, and models drawn around it."""
         members = list(server.state[self.key]["members"].values())
-        found: list[Member] = [(own["model"], own["state"]) for own in members]
-        for model in dict.fromkeys(own["model"] for own in members):
-            states = [own["state"] for own in members if own["model"] == model]
-            weights = [own["weight"] for own in members if own["model"] == model]
+        ensemble: list[Member] = [(member["model"], member["state"]) for member in members]
+        for model in dict.fromkeys(member["model"] for member in members):
+            states = [member["state"] for member in members if member["model"] == model]
+            weights = [member["weight"] for member in members if member["model"] == model]
             mean = weighted(states, weights)
             draw = server.rng(f"{self.key} {model}")
             if len(states) == 1:  # all of them would be that client's model once more
@@ -111,8 +111,8 @@ class FedBE(EnsembleFusion):
                 drawn = gaussian(states, weights, mean, names, self.samples, draw)
             else:
                 drawn = dirichlet(states, weights, self.alpha, self.samples, draw)
-            found += [(model, mean), *((model, state) for state in drawn)]
-        return found
+            ensemble += [(model, mean), *((model, state) for state in drawn)]
+        return ensemble
 
     # -- the student ---------------------------------------------------------------------------------------------------
     def distil(self, server: Server, student: LightningModule, loader: Any, loss: Any) -> None:
@@ -121,10 +121,10 @@ class FedBE(EnsembleFusion):
         average = Average(int(self.swa_start * steps), self.swa_every, steps)
 
         def optimizer(parameters: list[nn.Parameter]) -> Optimizer:
-            made = SGD(parameters, lr=self.lr, momentum=0.9, weight_decay=1e-5)
+            sgd = SGD(parameters, lr=self.lr, momentum=0.9, weight_decay=1e-5)
             if self.swa_every:
-                made.register_step_post_hook(lambda *_: average.after_step(parameters))
-            return made
+                sgd.register_step_post_hook(lambda *_: average.after_step(parameters))
+            return sgd
 
         server.training.fit(
             student,
@@ -215,14 +215,14 @@ def gaussian(
         for state, weight in zip(states, weights, strict=True):
             variance += weight / whole * (widen(state[name]) - widen(mean[name])).square()
         deviation[name] = variance.sqrt()
-    found = []
+    drawn_models = []
     for _ in range(count):
         drawn = {
             name: widen(mean[name]) + spread * torch.randn(spread.shape, generator=draw, dtype=torch.float64)
             for name, spread in deviation.items()
         }
-        found.append({**mean, **{name: narrow(drawn[one], mean[name]) for name, one in names.items()}})
-    return found
+        drawn_models.append({**mean, **{name: narrow(drawn[source], mean[name]) for name, source in names.items()}})
+    return drawn_models
 
 
 def dirichlet(
@@ -231,4 +231,4 @@ def dirichlet(
     """Draw convex combinations of models, by Dirichlet(alpha) weights times theirs."""
     numbers = np.random.default_rng(int(torch.randint(2**62, (), generator=draw)))
     shares = numbers.dirichlet(np.full(len(states), alpha), size=count).tolist()
-    return [weighted(states, [g * w for g, w in zip(own, weights, strict=True)]) for own in shares]
+    return [weighted(states, [g * w for g, w in zip(row, weights, strict=True)]) for row in shares]

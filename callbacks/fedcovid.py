@@ -120,16 +120,16 @@ class FedCovid(FederatedCallback):
         return super().claims(role) and needed.get(role, True)
 
     def check(self, setup: Setup) -> None:
-        """Refuse a head whose input cannot be read, labels that are no classes, and a class that is no output."""
+        """Refuse a head whose input cannot be read, labels that are not classes, and a class that is not an output."""
         if not self.claims("training_loss"):
             return
-        found = features_at_start(setup, self.feature_taps, self.key)
+        features = features_at_start(setup, self.feature_taps, self.key)
         batch = setup.data.first_batch()
         if batch is None:
             return
         labels, path = labels_of(batch, self.key), head_path(setup.module, self.head)
         with looked_at(setup.module, f"FedCovid calls the head '{path}' once more, and that failed") as module:
-            shape = tuple(module.get_submodule(path).forward(found["z"]).shape)
+            shape = tuple(module.get_submodule(path).forward(features["z"]).shape)
         outputs = max(2, shape[1]) if len(shape) == 2 else 2
         if shape[0] != len(labels) or len(shape) > 2 or self.positive >= outputs:
             raise ValueError(

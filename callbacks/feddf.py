@@ -30,8 +30,9 @@ class FedDF(EnsembleFusion):
     * Deployed: the model of the client's architecture.
 
     With `steps=0` it is FedAvg among the clients of each architecture, bit for bit. The authors' "avg_losses", the mean of
-    the KL over teachers, has the gradient of `combine="probabilities"` and is no option of its own. The teachers' outputs are
-    found once a round, so public samples should have no random augmentation. If a single client came back, its model stays.
+    the KL over teachers, has the gradient of `combine="probabilities"` and is not an option of its own. The teachers' outputs
+    are found once a round, so public samples should have no random augmentation. If a single client came back, its model
+    stays.
 
     Args:
         steps: Distillation steps of each model in a round. Default 1000 (paper: up to 10000).
@@ -80,7 +81,7 @@ class FedDF(EnsembleFusion):
 
     def ensemble(self, server: Server) -> list[Member]:
         """Return the models that came back, without the worst if asked."""
-        members = [(own["model"], own["state"]) for own in server.state[self.key]["members"].values()]
+        members = [(member["model"], member["state"]) for member in server.state[self.key]["members"].values()]
         return [member for member in members if not self.drop_worst or self._beats_guessing(server, member)]
 
     def _beats_guessing(self, server: Server, member: Member) -> bool:

@@ -61,7 +61,7 @@ class FedDyn(ServerModels):
         alpha: Strength of the regulariser. Default 0.1; the paper tunes it in {0.1, 0.01, 0.001}. SGD needs
             ``eta alpha < 2``.
         size_scaled: Give client ``k`` the strength ``alpha (n/N) / n_k``, so that larger clients are pulled less (the
-            authors' code). ``h`` adds up changes as before, so that it is no mean of the ``g_k`` then. Default: one
+            authors' code). ``h`` adds up changes as before, so that it is not a mean of the ``g_k`` then. Default: one
             strength for all (the paper).
         report: Model that is scored, selected and exported: ``"model"`` is ``theta`` (default), ``"average"`` is
             ``theta + h / alpha``, the mean of the participants' last models, which is less noisy in early rounds. Training
@@ -145,21 +145,21 @@ class FedDyn(ServerModels):
         """Add ``theta_k - theta`` to the sum of the round, in float64."""
         if not update.contributed:
             return
-        own = server.state.get(self.key, {})
-        total = dict(own.get("sum", {}))
+        server_state = server.state.get(self.key, {})
+        total = dict(server_state.get("sum", {}))
         for name in server.trainable:
             if name in update.state:
                 moved = widen(update.state[name]) - widen(server.model[name])
                 total[name] = total[name] + moved if name in total else moved
-        server.state[self.key] = {**own, "sum": total}
+        server.state[self.key] = {**server_state, "sum": total}
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
         """Move ``h``, and return ``mean(theta_k) - h / alpha``; buffers are the clients' mean."""
-        own = server.state.get(self.key, {})
-        if "sum" not in own:  # nobody took part, and there is no mean
+        server_state = server.state.get(self.key, {})
+        if "sum" not in server_state:  # nobody took part, and there is no mean
             return reduced
-        h: State = dict(own.get("h", {}))
-        for name, moved in own["sum"].items():
+        h: State = dict(server_state.get("h", {}))
+        for name, moved in server_state["sum"].items():
             change = (self.alpha / len(server.clients)) * moved
             h[name] = h[name] - change if name in h else -change
         server.state[self.key] = {"h": h}
@@ -176,19 +176,19 @@ class FedDyn(ServerModels):
     def _largest_strength(self, sizes: Mapping[str, int]) -> float:
         return self._strength(sizes, min((count for count in sizes.values() if count), default=1))
 
-    def _strength(self, sizes: Mapping[str, int], own: int) -> float:
-        """Return the strength of a client with `own` samples."""
-        if not self.size_scaled or own == 0:
+    def _strength(self, sizes: Mapping[str, int], size: int) -> float:
+        """Return the strength of a client with `size` samples."""
+        if not self.size_scaled or size == 0:
             return self.alpha
-        return self.alpha * sum(sizes.values()) / len(sizes) / own
+        return self.alpha * sum(sizes.values()) / len(sizes) / size
 
     def _join(self, server: Server, clients: Sequence[str]) -> None:
         """Set ``h <- h N_old / N``: it stays the mean of all ``g_k``, and those of new clients are 0."""
-        own = server.state.get(self.key)
-        if not own:
+        state = server.state.get(self.key)
+        if not state:
             return
         share = 1.0 - len(clients) / len(server.num_samples)
-        server.state[self.key] = {**own, "h": {name: share * value for name, value in own["h"].items()}}
+        server.state[self.key] = {**state, "h": {name: share * value for name, value in state["h"].items()}}
 
 
 def _shifted(state: State, h: State, factor: float) -> State:

@@ -128,13 +128,13 @@ class FedET(ServerModels):
 
     def large(self, server: Server) -> str:
         """Return the key of the server's own model."""
-        own = server.architecture()
-        return LARGE if any(server.architecture_of(client) is own for client in server.clients) else GLOBAL
+        architecture = server.architecture()
+        return LARGE if any(server.architecture_of(client) is architecture for client in server.clients) else GLOBAL
 
     def model_of(self, server: Server, client: str) -> str:
         """Return the model of the client's architecture."""
-        own = server.architecture_of(client)
-        return GLOBAL if own is server.architecture() else own.name
+        architecture = server.architecture_of(client)
+        return GLOBAL if architecture is server.architecture() else architecture.name
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the large model."""
@@ -148,13 +148,14 @@ class FedET(ServerModels):
         large = server.architecture(self.large(server))
         names = expand(as_names(self.transfer), large.kinds)
         for key in server.models:
-            own = server.architecture(key)
-            differing = own.first_difference(large, tuple(names))
+            architecture = server.architecture(key)
+            differing = architecture.first_difference(large, tuple(names))
             if differing is not None:
-                have = tuple(own.shapes[differing]) if differing in own.shapes else "missing"
+                have = tuple(architecture.shapes[differing]) if differing in architecture.shapes else "missing"
                 raise ValueError(
                     f"FedET(transfer={self.transfer!r}): '{differing}' is {tuple(large.shapes[differing])} in the server's "
-                    f"model and {have} in '{own.name}'. Transfer entries that all models have in one shape, or transfer=None."
+                    f"model and {have} in '{architecture.name}'. Transfer entries that all models have in one shape, or "
+                    "transfer=None."
                 )
         return names
 
@@ -229,8 +230,8 @@ def lessons(logits: Tensor) -> Tensor:
     weights = confidence(logits).double()
     labels = (weights[:, :, None] * logits.double()).sum(0).argmax(1)
     others = (logits.argmax(2) != labels).double()  # (models, n)
-    own = weights * others
-    own = torch.where(own.sum(0) > 0, own, others)  # those that differ may all have variance 0
-    total = own.sum(0).clamp_min(1e-300)[:, None]
-    z = (own[:, :, None] * logits.double()).sum(0) / total
+    weighted = weights * others
+    weighted = torch.where(weighted.sum(0) > 0, weighted, others)  # those that differ may all have variance 0
+    total = weighted.sum(0).clamp_min(1e-300)[:, None]
+    z = (weighted[:, :, None] * logits.double()).sum(0) / total
     return torch.cat([labels[:, None].double(), others.any(0).double()[:, None], z], 1).to(logits.dtype)

@@ -85,12 +85,12 @@ class FedExLoRA(MergedStacks):
         changes = {}
         for path, layer in adapted_layers(server.module).items() if counting else ():
             mean = WeightedMean()
-            for one, share in counting:
-                mean.add({name: one.state[name] for name in (*layer.every_a, *layer.every_b)}, share)
+            for update, share in counting:
+                mean.add({name: update.state[name] for name in (*layer.every_a, *layer.every_b)}, share)
             new |= mean.result()
             b, last, others = new[layer.b], counting[-1][0].state[layer.a], counting[:-1]
-            left = [(one.state[layer.b] - b) * share for one, share in others]
-            right = [(one.state[layer.a] - last) * (self.alpha / self.r) for one, _ in others]
+            left = [(update.state[layer.b] - b) * share for update, share in others]
+            right = [(update.state[layer.a] - last) * (self.alpha / self.r) for update, _ in others]
             factors = torch.cat([b[:, :0], *left], dim=1), torch.cat([last[:0], *right])
             if self.residual_rank is not None and others:
                 cut, rank = singular_factors(*factors, self.residual_rank), self.residual_rank

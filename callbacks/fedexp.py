@@ -105,21 +105,21 @@ class FedExP(ServerModels):
             return
         names = [name for name in server.trainable if name in update.state]
         square = sum(float((widen(server.model[n]) - widen(update.state[n])).square().sum()) for n in names)
-        own = server.state.get(self.key, {})
-        total, weights, clients = own.get("sums", (0.0, 0.0, 0))
-        server.state[self.key] = {**own, "sums": [total + weight * square, weights + weight, clients + 1]}
+        server_state = server.state.get(self.key, {})
+        total, weights, clients = server_state.get("sums", (0.0, 0.0, 0))
+        server.state[self.key] = {**server_state, "sums": [total + weight * square, weights + weight, clients + 1]}
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
         """Return ``w - eta_g Dbar`` on trainable parameters; every other entry is the clients' mean."""
-        own = server.state.get(self.key, {})
-        if "sums" not in own:  # nobody took part
+        state = server.state.get(self.key, {})
+        if "sums" not in state:  # nobody took part
             return reduced
-        total, weights, clients = own["sums"]
+        total, weights, clients = state["sums"]
         names = [name for name in server.trainable if name in reduced]
         mean = {name: widen(old[name]) - widen(reduced[name]) for name in names}
         square_of_mean = sum(float(delta.square().sum()) for delta in mean.values())
         eta = self.extrapolation(total / weights, square_of_mean, clients, server.round)
-        kept = {"previous": {name: old[name] for name in names}} if self.average_last == 2 and "eta" in own else {}
+        kept = {"previous": {name: old[name] for name in names}} if self.average_last == 2 and "eta" in state else {}
         server.state[self.key] = {"eta": eta, **kept}
         if eta == 1.0:
             return reduced

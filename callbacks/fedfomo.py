@@ -110,7 +110,7 @@ class FedFomo(KeepsClientModels):
         return shuffled[: self.num_models]
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """Send M models of others in the place of a global one."""
+        """Send M models of others instead of a global one."""
         if job.client not in server.clients:
             return
         chosen = self.candidates(server, job.client, explore=job.work != 0)
@@ -125,22 +125,22 @@ class FedFomo(KeepsClientModels):
         kept = client.state.get(self.key)
         if kept is None:
             return
-        own: State = kept["start" if self.baseline == "start" else "own"]
+        base: State = kept["start" if self.baseline == "start" else "own"]
         models: dict[str, State] = message.extras.get(self.key, {}).get("models", {})
         others = models | ({ITSELF: kept["own"]} if self.baseline == "start" else {})
-        scores = self.scores(client, own, others) if others else {}
+        scores = self.scores(client, base, others) if others else {}
         weights = first_order_weights(list(scores.values()))
-        message.state = combine(own, zip(weights, others.values(), strict=True))
+        message.state = combine(base, zip(weights, others.values(), strict=True))
         client.scratch[self.key] = {place: scores[place] for place in models}
 
-    def scores(self, client: Client, own: State, others: Mapping[str, State]) -> dict[str, float]:
+    def scores(self, client: Client, base: State, others: Mapping[str, State]) -> dict[str, float]:
         """Return ``s_n`` of every candidate."""
         loader = client.loader("val")
         split = "val" if loader is not None and len(loader) > 0 else "train"
-        parameters = [n for n, p in client.module.named_parameters() if p.requires_grad and n in own]
-        loss = client.loss(own, split)
+        parameters = [n for n, p in client.module.named_parameters() if p.requires_grad and n in base]
+        loss = client.loss(base, split)
         return {
-            other: score(loss, client.loss(own | model, split), distance(own | model, select(own, parameters)))
+            other: score(loss, client.loss(base | model, split), distance(base | model, select(base, parameters)))
             for other, model in others.items()
         }
 
@@ -167,8 +167,8 @@ class FedFomo(KeepsClientModels):
     # -- server, after the visits --------------------------------------------------------------------------------------
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse scores of models that were not sent."""
-        if found := update.extras.get(self.key):
-            refuse_classes(found["candidates"], len(server.clients), "client")
+        if extras := update.extras.get(self.key):
+            refuse_classes(extras["candidates"], len(server.clients), "client")
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Add ``s_n`` to ``P[i, n]``, and replace the last round's models by this round's."""
@@ -182,7 +182,7 @@ class FedFomo(KeepsClientModels):
 
 
 def score(own_loss: float, loss: float, length: float) -> float:
-    """Return ``(L_i(th_i) - L_i(th_n)) / ||th_n - th_i||``; 0 for the same model and for losses that are no numbers.
+    """Return ``(L_i(th_i) - L_i(th_n)) / ||th_n - th_i||``; 0 for the same model and for losses that are not numbers.
 
     Example:
         >>> score(1.0, 0.5, 2.0), score(1.0, float("nan"), 2.0)

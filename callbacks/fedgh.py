@@ -168,21 +168,21 @@ class FedGH(FederatedCallback):
         if not setup.modules:
             return
         refuse_other_widths(setup, self.feature_taps, self.key)
-        one, first = next(iter(setup.modules.items()))
+        first_name, first = next(iter(setup.modules.items()))
         mine = next(name for name, module in setup.modules.items() if module is setup.module)
-        names = [(head_path(first, self.head), one), (head_path(setup.module, self.head), mine)]
+        names = [(head_path(first, self.head), first_name), (head_path(setup.module, self.head), mine)]
         if names[0][0] != names[1][0]:
             raise ValueError(
-                f"FedGH sends one header to all clients, but it is `{names[0][0]}` in '{one}' and `{names[1][0]}` in "
+                f"FedGH sends one header to all clients, but it is `{names[0][0]}` in '{first_name}' and `{names[1][0]}` in "
                 f"'{mine}'. Give it one name in all models, and set head=... to it."
             )
         theirs, ours = ({n: v.shape for n, v in module_state(m).items()} for m in (first, setup.module))
         for name in sorted({*self._header_names(first), *self._header_names(setup.module)}):
             if theirs.get(name) != ours.get(name):
-                shapes = [tuple(found[name]) if name in found else "missing" for found in (theirs, ours)]
+                shapes = [tuple(model[name]) if name in model else "missing" for model in (theirs, ours)]
                 raise ValueError(
-                    f"FedGH sends one header to all clients, but '{name}' is {shapes[0]} in '{one}' and {shapes[1]} in "
-                    f"'{mine}'. Give all models the same header."
+                    f"FedGH sends one header to all clients, but '{name}' is {shapes[0]} in '{first_name}' and {shapes[1]} "
+                    f"in '{mine}'. Give all models the same header."
                 )
 
     def _header_names(self, module: nn.Module) -> list[str]:
@@ -214,16 +214,16 @@ class FedGH(FederatedCallback):
         if not client.contributed:
             return
         means = ClassMeans()
-        for batch, found in client.feature_pass(self.feature_taps):
-            z, labels = rows(found["z"]), labels_of(batch, self.key)
+        for batch, features in client.feature_pass(self.feature_taps):
+            z, labels = rows(features["z"]), labels_of(batch, self.key)
             if self.means == "batches":  # each class of the batch counts as one sample, its mean
                 of_batch = ClassMeans()
                 of_batch.add(z, labels)
                 labels = torch.tensor(sorted(of_batch.sums))
                 z = torch.stack([mean for _, mean in sorted(of_batch.result().items())]) if len(labels) else z[:0]
             means.add(z, labels.to(z.device))
-        known = {label: mean for label, mean in means.result().items() if label >= 0}  # not an ignore_index
-        payload = pack(known)
+        mean_by_label = {label: mean for label, mean in means.result().items() if label >= 0}  # not an ignore_index
+        payload = pack(mean_by_label)
         if not torch.isfinite(payload["prototypes"]).all():
             raise FloatingPointError("its representations hold NaN or infinite values; lower the learning rate")
         update.extras[self.key] = payload
@@ -232,17 +232,17 @@ class FedGH(FederatedCallback):
     def plan_round(self, server: Server) -> Plan:
         """Let clients train; then train the header on the pairs that they have sent."""
         answers = yield [Job(client, returns=(), keep=True) for client in server.participants()]
-        found = {a.client: a.extras[self.key] for a in answers if a.error is None and a.extras.get(self.key)}
-        found = {client: payload for client, payload in found.items() if len(payload["classes"])}
-        sent = list(of_one_width(server, found, "prototypes").values())
+        extras_by_client = {a.client: a.extras[self.key] for a in answers if a.error is None and a.extras.get(self.key)}
+        extras_by_client = {client: payload for client, payload in extras_by_client.items() if len(payload["classes"])}
+        sent = list(of_one_width(server, extras_by_client, "prototypes").values())
         if sent:
             z, labels = (torch.cat([payload[part] for payload in sent]) for part in ("prototypes", "classes"))
             self._train_header(server, z, labels.long())
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse prototypes that do not fit the header."""
-        if found := update.extras.get(self.key):
-            refuse_width("prototypes", found["prototypes"], head_widths(server.module, self.head)[0])
+        if extras := update.extras.get(self.key):
+            refuse_width("prototypes", extras["prototypes"], head_widths(server.module, self.head)[0])
 
     def _train_header(self, server: Server, z: Tensor, labels: Tensor) -> None:
         """Continue the server's header on pairs of representation and class."""

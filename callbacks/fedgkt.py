@@ -58,7 +58,7 @@ class FedGKT(SharesPredictions):
     He, Annavaram, Avestimehr, "Group knowledge transfer: federated learning of large CNNs at the edge", NeurIPS 2020.
 
     **Privacy: the features, the logits and the label of every training sample leave the client, in every round.** From
-    features inputs can often be reconstructed. The server never sees inputs, but this is no method for data that may not
+    features inputs can often be reconstructed. The server never sees inputs, but this is not a method for data that may not
     leave.
 
     * Client: `loss = CE(z_c, y) + alpha T^2 KL(softmax(z_s / T) || softmax(z_c / T))`, where `z_s` are the server's logits of
@@ -125,7 +125,7 @@ class FedGKT(SharesPredictions):
         return super().claims(role) and not unused.get(role, False)
 
     def check(self, setup: Setup) -> None:
-        """Refuse tasks that are no classification by cross entropy, and samples that differ from one reading to the next.
+        """Refuse tasks that are not classification by cross entropy, and samples that differ from one reading to the next.
 
         Raises:
             ValueError: If a batch has no labels, `forward` gives no logits of the head, `training_step` is not their cross
@@ -181,7 +181,7 @@ class FedGKT(SharesPredictions):
         sent = {a.client: a.extras[self.key] for a in answers if a.error is None and a.extras.get(self.key)}
         if not sent:
             return
-        sent, own = of_one_width(server, sent, "features", "logits"), server.state.get(self.key, {})
+        sent, server_state = of_one_width(server, sent, "features", "logits"), server.state.get(self.key, {})
         features, logits, labels = (
             torch.cat([payload[part] for payload in sent.values()]) for part in ("features", "logits", "labels")
         )
@@ -189,8 +189,8 @@ class FedGKT(SharesPredictions):
         head = make_head(width, self.server_hidden, classes, server.seed_of("initialisation"), self.key).to(
             features.dtype
         )
-        if "head" in own:
-            head.load_state_dict(own["head"])
+        if "head" in server_state:
+            head.load_state_dict(server_state["head"])
         loader = DataLoader(
             TensorDataset(features, logits, labels.long()),
             self.server_batch_size,
@@ -205,35 +205,35 @@ class FedGKT(SharesPredictions):
             optimizer=partial(Adam, lr=self.server_lr),
             purpose=f"{self.key} head",
         )
-        known = dict(own.get("logits", {}))
-        ages = dict(own.get("rounds", {}))
+        logits_by_client = dict(server_state.get("logits", {}))
+        ages = dict(server_state.get("rounds", {}))
         for client, payload in sent.items() if self.alpha else ():
             plain = DataLoader(TensorDataset(payload["features"]), self.server_batch_size)
-            known[client] = server.training.outputs(head, plain, lambda head, batch: head(batch[0]))
+            logits_by_client[client] = server.training.outputs(head, plain, lambda head, batch: head(batch[0]))
             ages[client] = server.round
-        order = [client for client in server.clients if client in known]
+        order = [client for client in server.clients if client in logits_by_client]
         server.state[self.key] = {
             "head": clone(head.state_dict()),
-            "logits": {client: known[client] for client in order},
+            "logits": {client: logits_by_client[client] for client in order},
             "rounds": {client: ages[client] for client in order},
         }
 
     def _server_loss(self, head: nn.Module, batch: Any) -> Tensor:
         """Return the loss of the server's head."""
         features, logits, labels = batch
-        found = head(features)
-        return F.cross_entropy(found, labels) + self.server_alpha * kl(logits, found, self.temperature)
+        outputs = head(features)
+        return F.cross_entropy(outputs, labels) + self.server_alpha * kl(logits, outputs, self.temperature)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the logits of the client's samples to train with, or the head to score with."""
-        own = server.state.get(self.key, {})
+        server_state = server.state.get(self.key, {})
         if job.tag != TRAIN:
-            if "head" in own and self.deploy == "server":
-                message.extras[self.key] = {"head": own["head"]}
-        elif job.client in own.get("logits", {}):
-            age = server.round - own["rounds"][job.client]
+            if "head" in server_state and self.deploy == "server":
+                message.extras[self.key] = {"head": server_state["head"]}
+        elif job.client in server_state.get("logits", {}):
+            age = server.round - server_state["rounds"][job.client]
             if self.max_age is None or age <= self.max_age:
-                message.extras[self.key] = {"logits": own["logits"][job.client]}
+                message.extras[self.key] = {"logits": server_state["logits"][job.client]}
 
     # -- client --------------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:
@@ -265,12 +265,12 @@ class FedGKT(SharesPredictions):
             classes = logits_of(module, batch).shape[1]
             return self._predict(module, batch)
 
-        found = client.outputs(client.samples(), predict)
-        if not torch.isfinite(found).all():
+        outputs = client.outputs(client.samples(), predict)
+        if not torch.isfinite(outputs).all():
             raise FloatingPointError("its features or logits hold NaN or infinite values; lower the learning rate")
         update.extras[self.key] = {
-            "features": found[:, :-classes].contiguous(),
-            "logits": found[:, -classes:].contiguous(),
+            "features": outputs[:, :-classes].contiguous(),
+            "logits": outputs[:, -classes:].contiguous(),
             "labels": labels,
         }
 
@@ -282,9 +282,9 @@ class FedGKT(SharesPredictions):
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse labels that the logits do not have."""
-        if (found := update.extras.get(self.key)) and int(found["labels"].max()) >= found["logits"].shape[1]:
+        if (extras := update.extras.get(self.key)) and int(extras["labels"].max()) >= extras["logits"].shape[1]:
             raise ValueError(
-                f"it has a label {int(found['labels'].max())}, and logits of {found['logits'].shape[1]} classes"
+                f"it has a label {int(extras['labels'].max())}, and logits of {extras['logits'].shape[1]} classes"
             )
 
     # -- evaluation ----------------------------------------------------------------------------------------------------

@@ -120,8 +120,8 @@ class FedGroup(Clusters):
     # -- server --------------------------------------------------------------------------------------------------------
     def cluster_of(self, server: Server, client: str) -> str:
         """Return the key of the model of a client's group; of the first model for who has none yet."""
-        found: str = server.state.get(self.key, {}).get("clusters", {}).get(client, GLOBAL)
-        return found
+        cluster: str = server.state.get(self.key, {}).get("clusters", {}).get(client, GLOBAL)
+        return cluster
 
     def plan_round(self, server: Server) -> Plan:
         """Find the groups in the first round; then place newcomers, and train each group."""
@@ -165,36 +165,36 @@ class FedGroup(Clusters):
         moved = {client: self._moved(server, state) for client, state in answers.items()}
         points = directions(torch.stack([to_row(delta) for delta in moved.values()]), self.num_clusters, self.unit)
         groups = first_groups(points, self.num_clusters, address(server.blueprint.settings.seed, self.key))
-        found: dict[str, str] = {}
+        clusters: dict[str, str] = {}
         paths: dict[str, State] = {}
         for cluster, places in zip(self.clusters, groups, strict=True):
             members = [list(answers)[place] for place in places]
             server.models[cluster] = {**server.model, **_mean([answers[client] for client in members])}
             paths[cluster] = _mean([moved[client] for client in members])
-            found = dict.fromkeys(members, cluster) | found  # equal groups, where clients are too few: the first
-        server.state[self.key] = {"clusters": in_client_order(server, found), "directions": paths}
+            clusters = dict.fromkeys(members, cluster) | clusters  # equal groups, where clients are too few: the first
+        server.state[self.key] = {"clusters": in_client_order(server, clusters), "directions": paths}
 
     def _join(self, server: Server, new: Sequence[str]) -> Placing:
         """Place newcomers by the cosines of their first updates with the groups' directions; return their groups."""
-        own = server.state[self.key]
-        found: dict[str, str] = {}
+        kept = server.state[self.key]
+        clusters: dict[str, str] = {}
         for client, state in (yield from self._pretrained(server, new)).items():
             moved = to_row(self._moved(server, state))
             cosines = [
-                float(torch.cosine_similarity(moved, to_row(path), dim=0)) for path in own["directions"].values()
+                float(torch.cosine_similarity(moved, to_row(path), dim=0)) for path in kept["directions"].values()
             ]
-            found[client] = self.clusters[cosines.index(max(cosines))]
-        server.state[self.key] = {**own, "clusters": in_client_order(server, own["clusters"] | found)}
-        return found
+            clusters[client] = self.clusters[cosines.index(max(cosines))]
+        server.state[self.key] = {**kept, "clusters": in_client_order(server, kept["clusters"] | clusters)}
+        return clusters
 
     def _place(self, server: Server, clients: Sequence[str]) -> Placing:
         """Let clients that are onboarded pre-train, and place them as newcomers."""
         if self.key not in server.state:
             raise ValueError("FedGroup has found no groups yet: no client has trained in the cold start. Train first.")
-        found = yield from self._join(server, clients)
-        own = server.state[self.key]
-        server.state[self.key] = {**own, "clusters": {**own["clusters"], **found}}
-        return found
+        cluster_by_client = yield from self._join(server, clients)
+        server_state = server.state[self.key]
+        server.state[self.key] = {**server_state, "clusters": {**server_state["clusters"], **cluster_by_client}}
+        return cluster_by_client
 
     def _moved(self, server: Server, state: State) -> State:
         """Return what training has added to the parameters of the first model; 0 for those that were not sent."""
@@ -215,19 +215,19 @@ class FedGroup(Clusters):
         weights = {
             cluster: self.mix / max(float(to_row(select(w, names)).norm()), 1e-12) for cluster, w in before.items()
         }
-        for cluster, own in before.items():
+        for cluster, own_model in before.items():
             others = [(weights[other], model) for other, model in before.items() if other != cluster]
             whole = 1.0 + sum(weight for weight, _ in others) if self.mix_mean else 1.0
             mixed = {}
             for name in names:
-                added = sum((weight * widen(model[name]) for weight, model in others), start=widen(own[name]))
-                mixed[name] = narrow(added / whole, own[name])
-            server.models[cluster] = {**own, **mixed}
+                added = sum((weight * widen(model[name]) for weight, model in others), start=widen(own_model[name]))
+                mixed[name] = narrow(added / whole, own_model[name])
+            server.models[cluster] = {**own_model, **mixed}
 
     def memberships(self, server: Server) -> dict[str, dict[str, float]]:
         """Return the group of every client that has one."""
-        found = server.state.get(self.key, {}).get("clusters", {})
-        return {client: {cluster: 1.0} for client, cluster in found.items()}
+        cluster_by_client = server.state.get(self.key, {}).get("clusters", {})
+        return {client: {cluster: 1.0} for client, cluster in cluster_by_client.items()}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the model of the client's group, unless it is to pre-train."""
@@ -255,8 +255,8 @@ def directions(rows: Tensor, count: int, unit: bool = True) -> Tensor:
     turned = torch.where(lengths > 0, rows / lengths.clamp_min(1e-300), torch.zeros_like(rows))
     _, strengths, vectors = torch.linalg.svd(turned if unit else rows, full_matrices=False)
     vectors = vectors[:count] * (strengths[:count, None] > 1e-12 * strengths[0].clamp_min(1e-300))
-    found = (turned @ vectors.T).clamp(-1, 1)
-    return torch.cat([found, found.new_zeros(len(rows), count - found.shape[1])], dim=1)
+    cosines = (turned @ vectors.T).clamp(-1, 1)
+    return torch.cat([cosines, cosines.new_zeros(len(rows), count - cosines.shape[1])], dim=1)
 
 
 def _mean(states: Sequence[State]) -> dict[str, Any]:

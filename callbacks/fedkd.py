@@ -85,7 +85,7 @@ class FedKD(SharedPeer):
         weighting: `"uniform"` (authors' code), `"samples"` or `"log"`.
 
     Raises:
-        ValueError: If `strength` is negative, a share is outside (0, 1], or `shared` is no LightningModule.
+        ValueError: If `strength` is negative, a share is outside (0, 1], or `shared` is not a LightningModule.
 
     Example:
         >>> import torch
@@ -162,10 +162,10 @@ class FedKD(SharedPeer):
         """Send the last change of the student at low rank, to a client that has what came before."""
         if not self.compresses:
             return
-        own = server.state.get(self.key, {})
-        version, there = own.get("version", 0), own.get("there", {}).get(job.client)
+        server_state = server.state.get(self.key, {})
+        version, there = server_state.get("version", 0), server_state.get("there", {}).get(job.client)
         extras = message.extras[self.key] = {"energy": self.energy(server), "version": version}
-        change: Mapping[str, Tensor] = own.get("change", {})
+        change: Mapping[str, Tensor] = server_state.get("change", {})
         if there is None or there not in (version, version - 1):
             return
         matrices = {name.rpartition("/")[0] for name in change}
@@ -175,13 +175,13 @@ class FedKD(SharedPeer):
 
     def on_receive(self, client: Client, message: Message) -> None:
         """Add the change to the student that the client has."""
-        extras, own = message.extras.get(self.key), client.state.get(self.key)
-        if own is None or extras is None:
+        extras, client_state = message.extras.get(self.key), client.state.get(self.key)
+        if client_state is None or extras is None:
             return
-        missing = [name for name in own["student"] if name not in message.state]
-        change = {} if own["version"] == extras["version"] else extras
+        missing = [name for name in client_state["student"] if name not in message.state]
+        change = {} if client_state["version"] == extras["version"] else extras
         for name in missing:
-            value = own["student"][name]
+            value = client_state["student"][name]
             if f"{name}/u" in change:
                 value = value + product(_factors_in(change, name), value.shape).to(value)
             message.state[name] = client.received[name] = value
@@ -195,9 +195,9 @@ class FedKD(SharedPeer):
         state, sent = dict(update.state), client.message.extras[self.key]
         for name, value in update.state.items():
             if is_matrix(value) and name in client.received and len(state) > 1:  # an update has one entry at least
-                found = factors(value - client.received[name].to(value), float(sent["energy"]))
-                if found is not None:
-                    extras |= {f"{name}/{part}": factor for part, factor in found.items()}
+                change_factors = factors(value - client.received[name].to(value), float(sent["energy"]))
+                if change_factors is not None:
+                    extras |= {f"{name}/{part}": factor for part, factor in change_factors.items()}
                     del state[name]
         update.state = state
         update.extras[self.key] = extras
@@ -219,9 +219,9 @@ class FedKD(SharedPeer):
     def on_update(self, server: Server, update: Update) -> None:
         """Note which student the client has."""
         if self.compresses and update.contributed:
-            own = server.state.get(self.key, {})
-            there = {**own.get("there", {}), update.client: own.get("version", 0)}
-            server.state[self.key] = {**own, "there": there}
+            server_state = server.state.get(self.key, {})
+            there = {**server_state.get("there", {}), update.client: server_state.get("version", 0)}
+            server.state[self.key] = {**server_state, "there": there}
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Return the mean of the students, put together again."""
@@ -235,14 +235,14 @@ class FedKD(SharedPeer):
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
         """Return the old student with the mean change at low rank; entries that do not get smaller are the mean itself."""
-        own, new = server.state.get(self.key, {}), dict(reduced)
+        server_state, new = server.state.get(self.key, {}), dict(reduced)
         change: State = {}
         for name, value in reduced.items():
-            found = factors(value - old[name], self.energy(server)) if is_matrix(value) else None
-            if found is not None:
-                change |= {f"{name}/{part}": factor for part, factor in found.items()}
-                new[name] = old[name] + product(found, value.shape).to(value)
-        server.state[self.key] = {**own, "version": own.get("version", 0) + 1, "change": change}
+            change_factors = factors(value - old[name], self.energy(server)) if is_matrix(value) else None
+            if change_factors is not None:
+                change |= {f"{name}/{part}": factor for part, factor in change_factors.items()}
+                new[name] = old[name] + product(change_factors, value.shape).to(value)
+        server.state[self.key] = {**server_state, "version": server_state.get("version", 0) + 1, "change": change}
         return new
 
 
@@ -266,20 +266,24 @@ class AdaptiveLoss:
     hidden: bool
     detach: bool
 
-    def __call__(self, own: Side, shared: Side, project: nn.Module | None) -> Tensor:
+    def __call__(self, local: Side, shared: Side, project: nn.Module | None) -> Tensor:
         """Return `CE_t + CE_s + (KL(p_s || p_t) + KL(p_t || p_s) + 2 H) / (CE_t + CE_s)`."""
-        task = own.loss + shared.loss
+        task = local.loss + shared.loss
         if self.strength == 0.0:
             return task
-        terms = divergence(shared.logits, own.logits, self.detach) + divergence(own.logits, shared.logits, self.detach)
+        total = divergence(shared.logits, local.logits, self.detach) + divergence(
+            local.logits, shared.logits, self.detach
+        )
         if self.hidden and project is not None:
-            mapped = project(shared.features).to(own.features)
+            mapped = project(shared.features).to(local.features)
             if self.detach:
-                terms = terms + F.mse_loss(own.features, mapped.detach()) + F.mse_loss(mapped, own.features.detach())
+                total = (
+                    total + F.mse_loss(local.features, mapped.detach()) + F.mse_loss(mapped, local.features.detach())
+                )
             else:
-                terms = terms + 2.0 * F.mse_loss(own.features, mapped)
+                total = total + 2.0 * F.mse_loss(local.features, mapped)
         scale = (task.detach() if self.detach else task).clamp_min(1e-6)
-        return task + self.strength * terms / scale
+        return task + self.strength * total / scale
 
 
 def is_matrix(value: Tensor) -> bool:
@@ -298,8 +302,8 @@ def factors(change: Tensor, energy: float) -> dict[str, Tensor] | None:
     if energy >= 1.0:
         return None
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
-    held = s.square().cumsum(0)
-    count = int((held < energy * held[-1]).sum()) + 1 if len(s) and held[-1] > 0 else 0
+    energy_sums = s.square().cumsum(0)
+    count = int((energy_sums < energy * energy_sums[-1]).sum()) + 1 if len(s) and energy_sums[-1] > 0 else 0
     if count * (sum(matrix.shape) + 1) >= matrix.numel():
         return None
     return {
@@ -309,9 +313,9 @@ def factors(change: Tensor, energy: float) -> dict[str, Tensor] | None:
     }
 
 
-def product(found: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
+def product(factor_by_part: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
     """Return `u diag(s) v` in a shape, in fp64, so that server and client add the same bits whatever their threads."""
-    u, s, v = (found[part].double() for part in FACTORS)
+    u, s, v = (factor_by_part[part].double() for part in FACTORS)
     return ((u * s) @ v).reshape(shape)
 
 

@@ -56,7 +56,7 @@ class FedKEMF(SharedPeer):
         weighting: Weights of the mean that the student begins with: `"samples"`, `"uniform"` or `"log"`.
 
     Raises:
-        ValueError: If `ensemble` is unknown, a number is out of range, or `shared` is no LightningModule.
+        ValueError: If `ensemble` is unknown, a number is out of range, or `shared` is not a LightningModule.
 
     Example:
         >>> import torch
@@ -115,8 +115,8 @@ class FedKEMF(SharedPeer):
             optimizer=self.optimizer,
             purpose=self.key,
         )
-        own = {f"{SHARED}.{name}": value for name, value in clone(module_state(student)).items()}
-        kept = {name: own[name] for name in server.shared_names()}
+        student_state = {f"{SHARED}.{name}": value for name, value in clone(module_state(student)).items()}
+        kept = {name: student_state[name] for name in server.shared_names()}
         server.models[GLOBAL] = {**server.model, **kept}
 
     def _network(self, server: Server, state: dict[str, Tensor]) -> LightningModule:
@@ -130,8 +130,8 @@ class FedKEMF(SharedPeer):
     def distillation_loss(self, student: LightningModule, batch: Any) -> Tensor:
         """Return `T^2 KL(ensemble || softmax(student / T))`, mean over the batch."""
         samples, targets = batch
-        found = (logits_of(student, samples) / self.temperature).log_softmax(1)
-        return self.temperature**2 * F.kl_div(found, targets, reduction="batchmean")
+        log_probabilities = (logits_of(student, samples) / self.temperature).log_softmax(1)
+        return self.temperature**2 * F.kl_div(log_probabilities, targets, reduction="batchmean")
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,12 @@ class DeepMutualLoss:
 
     mutual: float
 
-    def __call__(self, own: Side, shared: Side, project: nn.Module | None) -> Tensor:
+    def __call__(self, local: Side, shared: Side, project: nn.Module | None) -> Tensor:
         """Return `CE + mutual KL(q || p)` of the private model and the same of the shared one."""
-        task = own.loss + shared.loss
+        task = local.loss + shared.loss
         if self.mutual == 0.0:
             return task
-        return task + self.mutual * (divergence(shared.logits, own.logits) + divergence(own.logits, shared.logits))
+        return task + self.mutual * (divergence(shared.logits, local.logits) + divergence(local.logits, shared.logits))
 
 
 def ensemble_of(logits: Tensor, how: Ensemble) -> Tensor:

@@ -58,7 +58,7 @@ class FedLAMA(ServerModels):
         weighting: Weights of the clients in the mean and in `d`: `"samples"` or `"uniform"`.
 
     Raises:
-        ValueError: If an interval is no whole number from 1 on, or `cut` is unknown.
+        ValueError: If an interval is not a whole number from 1 on, or `cut` is unknown.
 
     Example:
         >>> from fedlightning.callbacks import FedLAMA
@@ -111,16 +111,16 @@ class FedLAMA(ServerModels):
 
     def plan_round(self, server: Server) -> Plan:
         """Visit the same participants until everything has been averaged."""
-        own = self._own(server)
-        clients = own.get("participants") or server.participants()
-        server.state[self.key] = own | {"participants": [] if self._full_average(server) else clients}
+        server_state = self._own(server)
+        clients = server_state.get("participants") or server.participants()
+        server.state[self.key] = server_state | {"participants": [] if self._full_average(server) else clients}
         yield [Job(client, down=self._news(server, client)) for client in clients]
 
     def _news(self, server: Server, client: str) -> tuple[str, ...]:
         """The entries averaged since the client's last visit; its other layers go on from where they are."""
-        own, layers = self._own(server), partition(server.module)
-        seen = own["seen"].get(client, -1)
-        new = {name for layer, when in own["averaged"].items() if when >= seen for name in layers[layer]}
+        server_state, layers = self._own(server), partition(server.module)
+        seen = server_state["seen"].get(client, -1)
+        new = {name for layer, when in server_state["averaged"].items() if when >= seen for name in layers[layer]}
         return tuple(name for name in server.shared_names(without=self) if name in new)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
@@ -135,38 +135,38 @@ class FedLAMA(ServerModels):
     # -- discrepancies and intervals -----------------------------------------------------------------------------------
     def on_update(self, server: Server, update: Update) -> None:
         """Add `p_i ||x_il - w_l||^2` for each layer, with the old `w_l`: the mean `u_l` is not known yet."""
-        own, p_i = self._own(server), server.weight(update)
-        sums = dict(own.get("sums", {}))
+        server_state, p_i = self._own(server), server.weight(update)
+        sums = dict(server_state.get("sums", {}))
         for layer, names in self._trainable(server, update.state).items():
             apart = distance(server.model, select(update.state, names)) ** 2
             total, weights = sums.get(layer, (0.0, 0.0))
             sums[layer] = (total + p_i * apart, weights + p_i)
-        seen = {**own["seen"], update.client: server.round}
-        server.state[self.key] = own | {"seen": seen, "sums": sums}
+        seen = {**server_state["seen"], update.client: server.round}
+        server.state[self.key] = server_state | {"seen": seen, "sums": sums}
 
     def on_reduced(self, server: Server, state: State) -> State:
         """Compute `d_l` of the layers just averaged, and every `phi tau` rounds the new intervals."""
-        own, layers = self._own(server), self._trainable(server, state)
-        sums, d, tau = own.pop("sums", {}), dict(own["d"]), own["tau"]
+        server_state, layers = self._own(server), self._trainable(server, state)
+        sums, d, tau = server_state.pop("sums", {}), dict(server_state["d"]), server_state["tau"]
         sizes = {layer: sum(as_reals(state[name]).numel() for name in names) for layer, names in layers.items()}
         for layer, names in layers.items():
             total, weights = sums.get(layer, (0.0, 0.0))
             if weights > 0:  # sum_i p_i ||x_i - u||^2 = sum_i p_i ||x_i - w||^2 - ||u - w||^2, as u is the mean
                 spread = total / weights - distance(server.model, select(state, names)) ** 2
                 d[layer] = max(spread, 0.0) / (tau[layer] * sizes[layer])
-        averaged = own["averaged"] | dict.fromkeys(self._due(server), server.round)
+        averaged = server_state["averaged"] | dict.fromkeys(self._due(server), server.round)
         if (server.round + 1) % (self.phi * self.tau) == 0:
             order = list(sizes)
             long = less_critical([d[layer] for layer in order], [sizes[layer] for layer in order], self.cut)
             tau = dict.fromkeys(tau, self.tau) | {order[index]: self.phi * self.tau for index in long}
-        server.state[self.key] = own | {"d": d, "averaged": averaged, "tau": tau}
+        server.state[self.key] = server_state | {"d": d, "averaged": averaged, "tau": tau}
         return state
 
     def _trainable(self, server: Server, state: State) -> dict[str, list[str]]:
         """The trainable parameters in `state` by layer, tied ones once."""
         counted = set(parameter_names(server, state))
-        found = {layer: [n for n in names if n in counted] for layer, names in partition(server.module).items()}
-        return {layer: names for layer, names in found.items() if names}
+        layers = {layer: [n for n in names if n in counted] for layer, names in partition(server.module).items()}
+        return {layer: names for layer, names in layers.items() if names}
 
 
 def less_critical(d: Sequence[float], sizes: Sequence[int], cut: str) -> list[int]:

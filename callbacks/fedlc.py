@@ -84,19 +84,19 @@ class FedLC(FederatedCallback):
 
     def _tell_of_absent(self, setup: Setup) -> None:
         """Warn where many classes are absent: whatever the strength, nothing keeps the others' logits in their place."""
-        told = {
+        class_counts = {
             client: setup.data.class_counts(client) for client in setup.run.clients if setup.data.num_samples[client]
         }
-        counts = {client: count for client, count in told.items() if count is not None}
+        counts = {client: count for client, count in class_counts.items() if count is not None}
         classes = max(map(len, counts.values()), default=0)
-        held = {client: sum(one > 0 for one in count) for client, count in counts.items()}
-        lacking = [client for client, several in held.items() if several < classes]
-        if 2 * sum(held.values()) < classes * len(held):
+        classes_by_client = {client: sum(number > 0 for number in count) for client, count in counts.items()}
+        lacking = [client for client, several in classes_by_client.items() if several < classes]
+        if 2 * sum(classes_by_client.values()) < classes * len(classes_by_client):
             setup.warn(
-                f"FedLC leaves alone the classes that a client does not have, and {len(lacking)} of {len(held)} clients lack "
-                f"some of {classes} (client '{lacking[0]}' has {held[lacking[0]]}): each model may give them any logit, and "
-                "the mean may be far worse than that of FedAvg. FedLC is meant for classes that are rare; here take FedDyn, "
-                "or compare with FedAvg."
+                f"FedLC leaves alone the classes that a client does not have, and {len(lacking)} of {len(classes_by_client)} "
+                f"clients lack some of {classes} (client '{lacking[0]}' has {classes_by_client[lacking[0]]}): each model may "
+                "give them any logit, and the mean may be far worse than that of FedAvg. FedLC is meant for classes that are "
+                "rare; here take FedDyn, or compare with FedAvg."
             )
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
@@ -142,5 +142,5 @@ def calibrated_loss(logits: Tensor, labels: Tensor, exclude_true: bool = False) 
     if not exclude_true:
         return F.cross_entropy(logits, labels)
     logits, labels = logits[labels != IGNORED], labels[labels != IGNORED]
-    own = F.one_hot(labels, logits.shape[1]).bool()
-    return (logits.masked_fill(own, -torch.inf).logsumexp(1) - logits[own]).mean()
+    is_own_class = F.one_hot(labels, logits.shape[1]).bool()
+    return (logits.masked_fill(is_own_class, -torch.inf).logsumexp(1) - logits[is_own_class]).mean()

@@ -98,28 +98,28 @@ class FedMD(SharesPublicRows):
     # -- server --------------------------------------------------------------------------------------------------------
     def plan_round(self, server: Server) -> Plan:
         """Collect logits of those that have had their first visit, then let everybody train."""
-        own = server.state.get(self.key, {})
-        clients, ready = server.participants(), list(own.get("ready", []))
-        known = [client for client in clients if client in ready or not self.transfer_epochs]
-        new = [client for client in clients if client not in known]
+        server_state = server.state.get(self.key, {})
+        clients, ready = server.participants(), list(server_state.get("ready", []))
+        ready_clients = [client for client in clients if client in ready or not self.transfer_epochs]
+        new = [client for client in clients if client not in ready_clients]
         rows: dict[str, Tensor] = {}
-        if known and self.digest_epochs:
+        if ready_clients and self.digest_epochs:
             server.state[self.key] = {"ready": ready, "ids": server.training.public_ids(self.public_samples)}
-            sent = yield [Job(client, work=0, tag=SCORES) for client in known]
+            sent = yield [Job(client, work=0, tag=SCORES) for client in ready_clients]
             rows = self.rows_in(sent)
         if rows:
             server.state[self.key] |= {"consensus": self.mean_of(server, rows)}
-        tags = dict.fromkeys(known, DIGEST if rows else "") | dict.fromkeys(new, TRANSFER)
+        tags = dict.fromkeys(ready_clients, DIGEST if rows else "") | dict.fromkeys(new, TRANSFER)
         trained = yield [Job(client, tag=tags[client]) for client in clients]
         ready += [update.client for update in trained if update.error is None and update.client in new]
         server.state[self.key] = {"ready": ready}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the ids, and for the digest the consensus."""
-        own = server.state.get(self.key, {})
+        server_state = server.state.get(self.key, {})
         names = {SCORES: ("ids",), DIGEST: ("ids", "consensus")}.get(job.tag, ())
         if names:
-            message.extras[self.key] = {name: own[name] for name in names}
+            message.extras[self.key] = {name: server_state[name] for name in names}
 
     # -- client --------------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:

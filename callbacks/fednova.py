@@ -88,7 +88,7 @@ class FedNova(FederatedCallback):
 
     def check(self, setup: Setup) -> None:
         """Refuse groups of differing momentum: their changes are not one sum of gradients."""
-        for optimizer in (one for one in setup.optimizers if type(one).__name__ == "SGD"):
+        for optimizer in (candidate for candidate in setup.optimizers if type(candidate).__name__ == "SGD"):
             if len({group.get("momentum", 0.0) for group in optimizer.param_groups}) > 1:
                 raise ValueError(
                     f"FedNova has one count for all, but {type(setup.template).__name__} has groups of differing momentum. "

@@ -116,10 +116,10 @@ class FedNTD(FederatedCallback):
 
 def not_true_divergence(z: Tensor, t: Tensor, labels: Tensor, tau: float) -> Tensor:
     """Return `tau^2 KL( softmax(t_{-y} / tau) || softmax(z_{-y} / tau) )`, mean over the samples with a label, in fp32."""
-    known = labels >= 0
+    is_labelled = labels >= 0
     student, teacher = (rows(_others(logits, labels.clamp_min(0))) / tau for logits in (z, t.detach()))
-    terms = F.kl_div(student.log_softmax(1), teacher.log_softmax(1), reduction="none", log_target=True).sum(1)
-    return tau**2 * (terms * known).sum() / known.sum().clamp_min(1)
+    divergences = F.kl_div(student.log_softmax(1), teacher.log_softmax(1), reduction="none", log_target=True).sum(1)
+    return tau**2 * (divergences * is_labelled).sum() / is_labelled.sum().clamp_min(1)
 
 
 def _others(logits: Tensor, labels: Tensor) -> Tensor:

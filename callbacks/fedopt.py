@@ -74,12 +74,12 @@ class FedOpt(FederatedCallback):
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
         """Take one adaptive step on trainable parameters; every other entry is the clients' mean."""
-        own: dict[str, Any] = {"m": {}, "v": {}, "step": 0} | memory(server, self.key)
+        moments: dict[str, Any] = {"m": {}, "v": {}, "step": 0} | memory(server, self.key)
         trainable = set(server.trainable)
-        step = own["step"] + 1
+        step = moments["step"] + 1
         scale = (1 - self.beta2**step) ** 0.5 / (1 - self.beta1**step) if self.bias_correction else 1.0
         start = self.tau**2 if self.v_init is None else self.v_init
-        m, v, new = dict(own["m"]), dict(own["v"]), dict(reduced)
+        m, v, new = dict(moments["m"]), dict(moments["v"]), dict(reduced)
         for name in reduced:
             if name not in trainable:
                 continue

@@ -125,16 +125,16 @@ class FedProto(SharesPredictions):
     def plan_round(self, server: Server) -> Plan:
         """Plan ordinary visits. When all are back, the new prototypes replace the old ones."""
         yield [Job(client) for client in server.participants()]
-        own = server.state.get(self.key, {})
-        if "sums" in own:
-            new = {label: total / weight for label, (total, weight) in own["sums"].items()}
-            server.state[self.key] = pack(unpack(own) | new)
+        server_state = server.state.get(self.key, {})
+        if "sums" in server_state:
+            new = {label: total / weight for label, (total, weight) in server_state["sums"].items()}
+            server.state[self.key] = pack(unpack(server_state) | new)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the prototypes of the last round."""
-        own = server.state.get(self.key, {})
-        if len(own.get("classes", ())):
-            message.extras[self.key] = {"prototypes": own["prototypes"], "classes": own["classes"]}
+        server_state = server.state.get(self.key, {})
+        if len(server_state.get("classes", ())):
+            message.extras[self.key] = {"prototypes": server_state["prototypes"], "classes": server_state["classes"]}
 
     # -- client --------------------------------------------------------------------------------------------------------
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -190,15 +190,15 @@ class FedProto(SharesPredictions):
     # -- server, after the visits --------------------------------------------------------------------------------------
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse a class that comes twice, and prototypes of another width."""
-        if found := update.extras.get(self.key):
-            refuse_classes(found["classes"])
+        if extras := update.extras.get(self.key):
+            refuse_classes(extras["classes"])
             width = head_widths(server.architecture_of(update.client).module, self.head)[0]
             before = server.state.get(self.key, {}).get("prototypes")
             if before is not None and len(before):
                 width = before.shape[1]
-            elif width > 0 and found["prototypes"].shape[1] % width == 0:
+            elif width > 0 and extras["prototypes"].shape[1] % width == 0:
                 width = -1  # the head may see several places of a sample, whose features are one row here
-            refuse_width("prototypes", found["prototypes"], width)
+            refuse_width("prototypes", extras["prototypes"], width)
 
     def on_update(self, server: Server, update: Update) -> None:
         """Add the client's prototypes to the sums of their classes.
@@ -209,8 +209,8 @@ class FedProto(SharesPredictions):
         extras = update.extras.get(self.key)
         if not extras:
             return
-        own = server.state.get(self.key, {})
-        sums = dict(own.get("sums", {}))
+        server_state = server.state.get(self.key, {})
+        sums = dict(server_state.get("sums", {}))
         counts = extras.get("counts", torch.ones_like(extras["classes"])).tolist()
         for (label, vector), weight in zip(unpack(extras).items(), counts, strict=True):
             total, weights = sums.get(label, (torch.zeros_like(vector, dtype=torch.float64), 0))
@@ -220,7 +220,7 @@ class FedProto(SharesPredictions):
                     "FedProto needs one width for all; set head=... so that it is."
                 )
             sums[label] = [total + weight * vector, weights + weight]
-        server.state[self.key] = {**own, "sums": sums}
+        server.state[self.key] = {**server_state, "sums": sums}
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
@@ -232,7 +232,7 @@ class FedProto(SharesPredictions):
         classes = client.state.get(self.key, {}).get("classes")
         if payload is None or classes is None:
             return client.module
-        known = {label: c for label, c in unpack(payload).items() if not self.restrict or label in classes}
+        prototypes = {label: c for label, c in unpack(payload).items() if not self.restrict or label in classes}
         module = client.copy_module()
-        fill_head(module.get_submodule(head_path(module, self.head)), known)
+        fill_head(module.get_submodule(head_path(module, self.head)), prototypes)
         return module

@@ -90,8 +90,8 @@ class FedRoD(ServerModels):
                 f"FedRoD corrects the cross entropy by the numbers of each client's classes, and that of "
                 f"{type(setup.template).__name__} is weighted or smoothed already. Use the plain one."
             )
-        given = setup.run.trainer_arguments
-        if given.get("gradient_clip_val") and given.get("gradient_clip_algorithm") != "value":
+        trainer_arguments = setup.run.trainer_arguments
+        if trainer_arguments.get("gradient_clip_val") and trainer_arguments.get("gradient_clip_algorithm") != "value":
             setup.warn(
                 "FedRoD trains two heads by one optimizer: clipping by the norm (gradient_clip_val) sees the gradients of "
                 "both, so that the shared part depends on the personal one. Leave it out, or set "
@@ -103,15 +103,16 @@ class FedRoD(ServerModels):
         """Put a personal head into the generic one, whose forward does not use it.
 
         Raises:
-            ValueError: If there is no such head, or it is no plain linear layer of its own.
+            ValueError: If there is no such head, or it is not a plain linear layer of its own.
         """
         path = head_path(module, self.head)
         head = find_submodule(module, path)
-        own, names = list(head.parameters(recurse=False)), registered_names(module, head)
+        head_parameters, names = list(head.parameters(recurse=False)), registered_names(module, head)
         tied = [
             name
             for name, parameter in module.named_parameters(remove_duplicate=False)
-            if any(parameter is one for one in own) and name.rpartition(".")[0] not in names
+            if any(parameter is head_parameter for head_parameter in head_parameters)
+            and name.rpartition(".")[0] not in names
         ]
         if not isinstance(head, nn.Linear) or parametrize.is_parametrized(head) or tied or len(list(head.children())):
             what = f"shares its weight with `{tied[0]}`" if tied else f"is a {type(head).__name__}"

@@ -133,11 +133,11 @@ class FedSAM(FederatedCallback):
         chosen = [parameters[name] for name in names]
         total = {name: torch.zeros_like(parameter) for name, parameter in zip(names, chosen, strict=True)}
         factor = client.loss_scale
-        for one in client.scratch[self.key]:
+        for step in client.scratch[self.key]:
             with torch.enable_grad(), client.probing(module):
-                one.replay()
+                step.replay()
                 try:
-                    loss = probes.training_loss(module, one.batch, one.batch_idx)
+                    loss = probes.training_loss(module, step.batch, step.batch_idx)
                 except probes.NoLossError:  # of several accumulated ones, one that the first pass has skipped as well
                     continue
                 loss = loss * factor / trainer.accumulate_grad_batches

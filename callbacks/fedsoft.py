@@ -121,15 +121,15 @@ class FedSoft(Clusters):
     def plan_round(self, server: Server) -> Plan:
         """Estimate where it is time, draw, train, and average."""
         available = server.participants()
-        own = server.state[self.key]
+        server_state = server.state[self.key]
         due = server.round % self.interval == 0
-        asked = [client for client in available if due or client not in own["shares"]]
+        asked = [client for client in available if due or client not in server_state["shares"]]
         if asked:
-            found = dict(own["shares"])
+            client_shares = dict(server_state["shares"])
             for update in (yield [Job(client, work=0, returns=(), tag=ESTIMATE) for client in asked]):
                 if update.error is None:
-                    found[update.client] = update.extras[self.key]["shares"]
-            server.state[self.key] = {**own, "shares": in_client_order(server, found)}
+                    client_shares[update.client] = update.extras[self.key]["shares"]
+            server.state[self.key] = {**server_state, "shares": in_client_order(server, client_shares)}
         drawn = self.draw(server, available)
         chosen = [client for client in available if any(client in members for members in drawn.values())]
         answers = {}
@@ -142,7 +142,7 @@ class FedSoft(Clusters):
                 if client in answers:
                     mean.add(answers[client].state, weight)
             server.models[centre] = {**server.models[centre], **mean.result()}
-        trained = {*own["trained"], *answers}
+        trained = {*server_state["trained"], *answers}
         ordered = [client for client in server.clients if client in trained]
         server.state[self.key] = {**server.state[self.key], "trained": ordered}
 
@@ -153,10 +153,10 @@ class FedSoft(Clusters):
             server: The server, which knows the shares.
             available: Clients that may be drawn.
         """
-        known = server.state[self.key]["shares"]
+        client_shares = server.state[self.key]["shares"]
         drawn: dict[str, dict[str, float]] = {}
         for s, centre in enumerate(self.centres):
-            weights = {c: float(known[c][s]) * server.num_samples[c] for c in available if c in known}
+            weights = {c: float(client_shares[c][s]) * server.num_samples[c] for c in available if c in client_shares}
             weights = {client: weight for client, weight in weights.items() if weight > 0}
             if self.selected is not None and weights:
                 chances = torch.tensor(list(weights.values()), dtype=torch.float64)
@@ -175,35 +175,35 @@ class FedSoft(Clusters):
 
         A client that takes no part in training gets the centres too.
         """
-        own = server.state.get(self.key, {})
+        server_state = server.state.get(self.key, {})
         shared = list(message.state)
-        if job.client in own.get("trained", ()):
+        if job.client in server_state.get("trained", ()):
             message.state = {}
         models = [server.models[centre] for centre in self.centres if centre in server.models]
         if job.tag in (ESTIMATE, NEWCOMER):
             states = {centre: select(model, shared) for centre, model in zip(self.centres, models, strict=True)}
             message.extras[self.key] = {"centres": states}
-        elif job.work != 0 and job.client in own.get("shares", {}):
-            share = own["shares"][job.client].tolist()
+        elif job.work != 0 and job.client in server_state.get("shares", {}):
+            share = server_state["shares"][job.client].tolist()
             names = parameter_names(server, dict.fromkeys(shared))  # type: ignore[arg-type]
             target = weighted_sum(share, [select(model, names) for model in models])
             message.extras[self.key] = {"target": target, "total": sum(share)}
 
     def memberships(self, server: Server) -> dict[str, dict[str, float]]:
         """Return every known client's shares."""
-        found = server.state[self.key]["shares"]
-        return {client: dict(zip(self.centres, u.tolist(), strict=True)) for client, u in found.items()}
+        client_shares = server.state[self.key]["shares"]
+        return {client: dict(zip(self.centres, u.tolist(), strict=True)) for client, u in client_shares.items()}
 
     # -- client --------------------------------------------------------------------------------------------------------
     def on_receive(self, client: Client, message: Message) -> None:
-        """Go on from the client's own model. What was sent is no anchor: only the centres pull.
+        """Go on from the client's own model. What was sent is not an anchor: only the centres pull.
 
         A client that takes no part in training has no model of its own: it uses the centre that fits most of its samples.
         """
-        own = client.state.get(self.key, {}).get("model", {})
-        message.state = {**message.state, **own}
+        own_model = client.state.get(self.key, {}).get("model", {})
+        message.state = {**message.state, **own_model}
         centres = list(message.extras.get(self.key, {}).get("centres", {}).values())
-        if centres and message.tag != ESTIMATE and not own:
+        if centres and message.tag != ESTIMATE and not own_model:
             message.state |= centres[int(ties.first_largest(self._shares(client, centres)))]
         client.received = {}
 
@@ -241,8 +241,8 @@ class FedSoft(Clusters):
 
 def shares(losses: Tensor, sigma: float) -> Tensor:
     """Return `u_s = n_s / n`, float64 of shape `(centres,)`, where `n_s` counts the samples that centre s fits best."""
-    found = best_fitted(losses)
-    return torch.where(found > 0, found, torch.full_like(found, sigma))
+    counts = best_fitted(losses)
+    return torch.where(counts > 0, counts, torch.full_like(counts, sigma))
 
 
 def weighted_sum(weights: Sequence[float], states: Sequence[State]) -> State:

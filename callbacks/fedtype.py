@@ -75,13 +75,13 @@ def calibrate(logits: Tensor, labels: Tensor, alpha: float, lambda_reg: float, k
         >>> calibrate(torch.zeros(8, 3), torch.zeros(8).long(), alpha=0.1, lambda_reg=0.0, k_reg=5).threshold
         inf
     """
-    found = PredictionSets(best_temperature(logits, labels), math.inf, lambda_reg, k_reg)
+    sets = PredictionSets(best_temperature(logits, labels), math.inf, lambda_reg, k_reg)
     count = len(labels)
     rank = math.ceil((count + 1) * (1.0 - alpha) - 1e-9)
     if rank > count:
-        return found
-    own = found.scores(logits).gather(1, labels.long()[:, None])[:, 0]
-    return PredictionSets(found.temperature, float(own.sort().values[rank - 1]), lambda_reg, k_reg)
+        return sets
+    label_scores = sets.scores(logits).gather(1, labels.long()[:, None])[:, 0]
+    return PredictionSets(sets.temperature, float(label_scores.sort().values[rank - 1]), lambda_reg, k_reg)
 
 
 def best_temperature(logits: Tensor, labels: Tensor) -> float:
@@ -98,11 +98,11 @@ def best_temperature(logits: Tensor, labels: Tensor) -> float:
     if not len(labels):
         return 1.0
     logits = logits.double()
-    own = logits.gather(1, labels.long()[:, None])[:, 0]
+    label_logits = logits.gather(1, labels.long()[:, None])[:, 0]
 
     def slope(inverse: float) -> float:
         expected = ((inverse * logits).softmax(1) * logits).sum(1)
-        return float((expected - own).mean())
+        return float((expected - label_logits).mean())
 
     low, high = (1.0 / bound for bound in reversed(TEMPERATURES))
     for _ in range(60):
@@ -163,7 +163,7 @@ class FedType(SharedPeer):
         weighting: `"samples"`, `"uniform"` or `"log"`.
 
     Raises:
-        ValueError: If a number is out of range, `deploy` is unknown, or `shared` is no LightningModule.
+        ValueError: If a number is out of range, `deploy` is unknown, or `shared` is not a LightningModule.
 
     Example:
         >>> from fedlightning.callbacks import FedType
@@ -210,9 +210,9 @@ class FedType(SharedPeer):
             held_out, ids = self.split(client)
             private = PrivateLoss(self.imitation, *self.calibrated(client, held_out, ids))
         shared = tuple(shared_entries(module))
-        own = tuple(name for name in module_state(module) if name not in set(shared))
+        private_names = tuple(name for name in module_state(module) if name not in set(shared))
         minimise(module, private, frozen="shared")
-        yield Phase("private", train=own, repeats="fit", federated=False, data=self._batches(client, ids))
+        yield Phase("private", train=private_names, repeats="fit", federated=False, data=self._batches(client, ids))
         minimise(module, ProxyLoss(self.distillation, self.temperature), frozen="own")
         yield Phase(train=shared, data=self._batches(client, ids))
         minimise(module, self.joint_loss())
@@ -245,14 +245,16 @@ class FedType(SharedPeer):
             held_out: Numbers of the samples that calibrate.
             ids: Numbers of those that train.
         """
-        own, shared, labels = self._logits(client, held_out) if len(held_out) else (torch.zeros(0, 2),) * 2 + (_NONE,)
+        private, shared, labels = (
+            self._logits(client, held_out) if len(held_out) else (torch.zeros(0, 2),) * 2 + (_NONE,)
+        )
         trained, _, truth = self._logits(client, ids)
         accuracy = float((trained.argmax(1) == truth).double().mean())
         fallen = max(0.0, client.state.get(self.key, {}).get("accuracy", 0.0) - accuracy)
         client.state[self.key] = {"accuracy": accuracy}
         lambda_reg = self.lambda_reg + (1.0 - self.lambda_reg) * fallen
         return (
-            calibrate(own, labels, self.alpha, self.private_lambda_reg, self.k_reg),
+            calibrate(private, labels, self.alpha, self.private_lambda_reg, self.k_reg),
             calibrate(shared, labels, self.alpha, lambda_reg, self.k_reg),
         )
 
@@ -263,8 +265,8 @@ class FedType(SharedPeer):
         return rows[:, :classes], rows[:, classes:-1], rows[:, -1].long()
 
     def _rows(self, module: LightningModule, batch: Any) -> Tensor:
-        own, shared = (side.logits for side in sides_of(module, batch))
-        return torch.cat([own, shared, labels_of(batch, self.key).to(own)[:, None]], 1)
+        private_logits, shared = (side.logits for side in sides_of(module, batch))
+        return torch.cat([private_logits, shared, labels_of(batch, self.key).to(private_logits)[:, None]], 1)
 
     # -- deployed ------------------------------------------------------------------------------------------------------
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
@@ -281,21 +283,21 @@ class PrivateLoss:
 
     Attributes:
         imitation: Factor on `c BIL`.
-        own: Prediction sets of the private model. `None`, as `shared`, only without a factor.
+        own_sets: Prediction sets of the private model. `None`, as `shared`, only without a factor.
         shared: Prediction sets of the proxy.
     """
 
     imitation: float
-    own: PredictionSets | None
+    own_sets: PredictionSets | None
     shared: PredictionSets | None
 
-    def __call__(self, own: Side, shared: Side, project: nn.Module | None) -> Tensor:
+    def __call__(self, local: Side, shared: Side, project: nn.Module | None) -> Tensor:
         """Return `CE + imitation c BIL`."""
-        if self.own is None or self.shared is None:
-            return own.loss
+        if self.own_sets is None or self.shared is None:
+            return local.loss
         sure = self.shared(shared.logits)
-        return own.loss + self.imitation * consensus(self.own(own.logits), sure).mean() * imitation_loss(
-            own.logits, sure
+        return local.loss + self.imitation * consensus(self.own_sets(local.logits), sure).mean() * imitation_loss(
+            local.logits, sure
         )
 
 
@@ -313,12 +315,12 @@ class ProxyLoss:
     temperature: float
     beside: bool = False
 
-    def __call__(self, own: Side, shared: Side, project: nn.Module | None) -> Tensor:
+    def __call__(self, local: Side, shared: Side, project: nn.Module | None) -> Tensor:
         """Return `CE + distillation KL(softmax(z / T) || softmax(z_proxy / T))`."""
-        loss = own.loss + shared.loss if self.beside else shared.loss
+        loss = local.loss + shared.loss if self.beside else shared.loss
         if self.distillation == 0.0:  # a target that is not finite must not matter
             return loss
-        return loss + self.distillation * divergence(own.logits / self.temperature, shared.logits / self.temperature)
+        return loss + self.distillation * divergence(local.logits / self.temperature, shared.logits / self.temperature)
 
 
 def imitation_loss(logits: Tensor, sure: Tensor) -> Tensor:
@@ -334,7 +336,7 @@ def imitation_loss(logits: Tensor, sure: Tensor) -> Tensor:
     return (excess.where(pairs, 0.0).sum((1, 2)) / pairs.sum((1, 2)).clamp(min=1)).mean()
 
 
-def consensus(own: Tensor, sure: Tensor) -> Tensor:
+def consensus(own_sets: Tensor, sure: Tensor) -> Tensor:
     """Return the agreement `c` of two sets for each sample, in [0, 1].
 
     Example:
@@ -342,5 +344,5 @@ def consensus(own: Tensor, sure: Tensor) -> Tensor:
         >>> consensus(one, two), consensus(two, one)
         (tensor([0.5000]), tensor([1.]))
     """
-    both, either = (own & sure).sum(1), (own | sure).sum(1)
-    return both / torch.where(own.sum(1) <= sure.sum(1), either, sure.sum(1))
+    both, either = (own_sets & sure).sum(1), (own_sets | sure).sum(1)
+    return both / torch.where(own_sets.sum(1) <= sure.sum(1), either, sure.sum(1))

@@ -80,18 +80,18 @@ class FENDA(FederatedCallback):
                 sentence lists what there is.
         """
         if self.head is None:
-            given = {name: getattr(self, name) for name in DEFAULTS}
-            changed = [name for name, value in given.items() if value != DEFAULTS[name]]
+            options = {name: getattr(self, name) for name in DEFAULTS}
+            changed = [name for name, value in options.items() if value != DEFAULTS[name]]
             if changed:
                 raise ValueError(
-                    f"{self.key} got {changed[0]}={given[changed[0]]!r} but no head to build a dual extractor for. Set "
+                    f"{self.key} got {changed[0]}={options[changed[0]]!r} but no head to build a dual extractor for. Set "
                     "head=..., or give these options to the DualExtractor in the module."
                 )
             if not any(isinstance(part, DualExtractor) for part in module.modules()):
-                leaves = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+                linear_layers = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
                 raise ValueError(
                     f"{self.key} needs to know the head of {user_class(module).__name__}. Set head=... to the submodule "
-                    f"that makes predictions (linear layers here: {leaves}), or build the model from a DualExtractor."
+                    f"that makes predictions (linear layers here: {linear_layers}), or build the model from a DualExtractor."
                 )
             return module
         if adapter_names(module):

@@ -116,8 +116,8 @@ class FeSEM(Clusters):
     def cluster_of(self, server: Server, client: str) -> str:
         """Return the key of the centre that a client trains next; the global model before its first visit."""
         alone = centre(1) if self.num_clusters == 1 and centre(1) in server.models else GLOBAL
-        found: str = server.state.get(self.key, {}).get("clusters", {}).get(client, alone)
-        return found
+        cluster: str = server.state.get(self.key, {}).get("clusters", {}).get(client, alone)
+        return cluster
 
     def plan_round(self, server: Server) -> Plan:
         """Train the centres, then take E- and M-steps on what came back."""
@@ -142,10 +142,10 @@ class FeSEM(Clusters):
             raise ValueError(f"{self.key} has no centres yet: no client has trained. Train first.")
         server.models[MIDDLE] = self._middle(server)
         updates = yield [Job(client, model=MIDDLE, keep=True) for client in clients]
-        found = self._approached(server, {update.client: update.state for update in updates})
-        own = server.state[self.key]
-        server.state[self.key] = {**own, "clusters": {**own["clusters"], **found}}
-        return found
+        cluster_by_client = self._approached(server, {update.client: update.state for update in updates})
+        server_state = server.state[self.key]
+        server.state[self.key] = {**server_state, "clusters": {**server_state["clusters"], **cluster_by_client}}
+        return cluster_by_client
 
     def _middle(self, server: Server) -> State:
         """Return the mean of all centres."""
@@ -160,12 +160,12 @@ class FeSEM(Clusters):
         """Return the centre that training from the mean of all has brought each client nearer to most."""
         start = self._middle(server)
         before = {key: self._square(server, start, server.models[key]) for key in self._keys}
-        found = {}
+        cluster_by_client = {}
         for client, state in trained.items():
             whole = {**start, **state}
             nearer = {key: square - self._square(server, whole, server.models[key]) for key, square in before.items()}
-            found[client] = list(nearer)[int(ties.first_largest(torch.tensor(list(nearer.values()))))]
-        return found
+            cluster_by_client[client] = list(nearer)[int(ties.first_largest(torch.tensor(list(nearer.values()))))]
+        return cluster_by_client
 
     def _square(self, server: Server, state: State, centre: State) -> float:
         """Return the squared distance of a model from a centre."""
@@ -177,9 +177,9 @@ class FeSEM(Clusters):
         return {}
 
     def _cluster(self, server: Server, answers: Mapping[str, Update]) -> None:
-        own = server.state.get(self.key, {"clusters": {}, "models": {}})
+        server_state = server.state.get(self.key, {"clusters": {}, "models": {}})
         fresh = {client: (server.weight(update), update.state) for client, update in answers.items()}
-        models = {**own["models"], **fresh}
+        models = {**server_state["models"], **fresh}
         taking_part = models if self.stale else fresh
         order = [client for client in server.clients if client in taking_part]
         states = [{**server.models[self.cluster_of(server, client)], **taking_part[client][1]} for client in order]
@@ -187,7 +187,7 @@ class FeSEM(Clusters):
         late = self._late(server)
         came = {client: state for client, (_, state) in fresh.items() if client in late}
         approached = self._approached(server, came) if came else {}
-        clusters = dict(own["clusters"])
+        clusters = dict(server_state["clusters"])
         old = set(order) if keys[0] not in server.models or self.num_clusters == 1 else set(clusters)
         if keys[0] not in server.models:
             rows = torch.stack([self._row(server, self.aligned(server, state, server.model)) for state in states])
@@ -196,12 +196,12 @@ class FeSEM(Clusters):
                 members = [taking_part[order[place]] for place in places]
                 server.models[key] = self.mean(server, server.model, members)
         for _ in range(self.steps):
-            found = self.places(server, states, [server.models[key] for key in keys])
+            indices = self.places(server, states, [server.models[key] for key in keys])
             for k, key in enumerate(keys):
-                members = [taking_part[c] for c, place in zip(order, found, strict=True) if place == k and c in old]
+                members = [taking_part[c] for c, place in zip(order, indices, strict=True) if place == k and c in old]
                 if members:
                     server.models[key] = self.mean(server, server.models[key], members)
-            clusters |= {client: keys[k] for client, k in zip(order, found, strict=True)} | approached
+            clusters |= {client: keys[k] for client, k in zip(order, indices, strict=True)} | approached
         kept = {client: models[client] for client in server.clients if client in models and client in old}
         ordered = in_client_order(server, clusters)
         server.state[self.key] = {"clusters": ordered, "models": kept if self.stale else {}}
@@ -215,8 +215,8 @@ class FeSEM(Clusters):
             centres: The centres.
         """
         rows = torch.stack([self._row(server, state) for state in states])
-        found: list[int] = nearest(rows, torch.stack([self._row(server, state) for state in centres])).tolist()
-        return found
+        nearest_places: list[int] = nearest(rows, torch.stack([self._row(server, state) for state in centres])).tolist()
+        return nearest_places
 
     def mean(self, server: Server, old: State, members: Sequence[tuple[float, State]]) -> State:
         """Return a centre: the mean of its members' models, by their weights (M-step).
@@ -257,8 +257,8 @@ class FeSEM(Clusters):
 
     def memberships(self, server: Server) -> dict[str, dict[str, float]]:
         """Return the cluster of every client that has been visited."""
-        found = server.state.get(self.key, {}).get("clusters", {})
-        return {client: {cluster: 1.0} for client, cluster in found.items()}
+        cluster_by_client = server.state.get(self.key, {}).get("clusters", {})
+        return {client: {cluster: 1.0} for client, cluster in cluster_by_client.items()}
 
     # -- client --------------------------------------------------------------------------------------------------------
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:

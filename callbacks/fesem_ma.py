@@ -63,25 +63,25 @@ def matched(state: State, reference: State, cuts: Sequence[Cut]) -> State:
     in their new order already, the assignment of units a to places b of least `sum ||(W_a, bias_a) - (C_b, c_b)||^2`. The
     classes stay. Where all this brings the network no nearer to the reference, it stays as it is.
     """
-    found = state
+    permuted_state = state
     for layer in dict.fromkeys(cut.leaving for cut in cuts if cut.leaving is not None):
         names = [name for name in (f"{layer}.weight", f"{layer}.bias") if name in state]
-        own, other = (torch.cat([widen(s[name]).flatten(1) if s[name].ndim > 1 else widen(s[name])[:, None]
-                                 for name in names], dim=1) for s in (found, reference))  # fmt: skip
+        own_rows, other = (torch.cat([widen(s[name]).flatten(1) if s[name].ndim > 1 else widen(s[name])[:, None]
+                                 for name in names], dim=1) for s in (permuted_state, reference))  # fmt: skip
         cost = (
-            (own[:, None] - other).square().sum(-1)
-            if own.numel() * len(other) < 2**24
-            else torch.cdist(own, other) ** 2
+            (own_rows[:, None] - other).square().sum(-1)
+            if own_rows.numel() * len(other) < 2**24
+            else torch.cdist(own_rows, other) ** 2
         )
         units, places = linear_sum_assignment(cost.numpy())
-        order = torch.empty(len(own), dtype=torch.int64)
+        order = torch.empty(len(own_rows), dtype=torch.int64)
         order[torch.from_numpy(places)] = torch.from_numpy(units)
-        found = permuted(found, cuts, layer, order)
-    return found if squares(found, reference) < squares(state, reference) else state
+        permuted_state = permuted(permuted_state, cuts, layer, order)
+    return permuted_state if squares(permuted_state, reference) < squares(state, reference) else state
 
 
 def squares(state: State, reference: State) -> float:
-    """Return the squared distance over all entries that are no integers."""
+    """Return the squared distance over all entries that are not integers."""
     return sum(
         float((widen(value) - widen(reference[name])).square().sum())
         for name, value in state.items()
@@ -191,14 +191,14 @@ class FeSEMMA(FeSEM):
     def places(self, server: Server, states: Sequence[State], centres: Sequence[State]) -> list[int]:
         """Return for each model the index of the centre that is nearest once its units are matched."""
         rows = [self._row(server, centre) for centre in centres]
-        found = []
+        nearest_places = []
         for state in states:
             views = [self._row(server, self.aligned(server, state, centre)) for centre in centres]
-            squares = torch.stack([(own - row).square().sum() for own, row in zip(views, rows, strict=True)])
-            found.append(
+            squares = torch.stack([(view - row).square().sum() for view, row in zip(views, rows, strict=True)])
+            nearest_places.append(
                 int(ties.first_least(squares, floor=(ties.CLOSE * max(float(row.norm()) for row in rows)) ** 2))
             )
-        return found
+        return nearest_places
 
     def aligned(self, server: Server, state: State, centre: State) -> State:
         """Return a client's model with its hidden units in the order of the centre's."""

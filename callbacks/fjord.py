@@ -60,7 +60,7 @@ class FjORD(PartialTraining):
         weighting: Weights of the clients: `"samples"` (paper) or `"uniform"`.
 
     Raises:
-        ValueError: If a width is outside (0, 1], a rate is no width, `alpha` or `temperature` are out of range, or `head`
+        ValueError: If a width is outside (0, 1], a rate is not a width, `alpha` or `temperature` are out of range, or `head`
             names several layers.
 
     Example:
@@ -201,6 +201,6 @@ def distillation_loss(loss: Tensor, logits: Tensor, teacher: Tensor, alpha: floa
             "distillation=False."
         )
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    soft, found = (F.log_softmax(z.to(dtype) / temperature, 1) for z in (teacher.detach(), logits))
-    kl = F.kl_div(found, soft, log_target=True, reduction="batchmean")
+    soft, log_student = (F.log_softmax(z.to(dtype) / temperature, 1) for z in (teacher.detach(), logits))
+    kl = F.kl_div(log_student, soft, log_target=True, reduction="batchmean")
     return (1.0 - alpha) * loss + alpha * temperature**2 * kl

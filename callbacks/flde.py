@@ -41,11 +41,11 @@ EXPERT, GATE = "expert", "expert_gate"
 """Names of the expert in the module, and of the gate in the expert."""
 
 
-def mix_probabilities(own: Tensor, expert: Tensor, gate: Tensor) -> Tensor:
-    """Return `log(a softmax(own) + (1 - a) softmax(expert))` with `a = sigmoid(gate)`, or the logit of one class.
+def mix_probabilities(logits: Tensor, expert: Tensor, gate: Tensor) -> Tensor:
+    """Return `log(a softmax(logits) + (1 - a) softmax(expert))` with `a = sigmoid(gate)`, or the logit of one class.
 
     Args:
-        own: Logits of the global model: `(batch, classes, ...)`, or `(batch,)` or `(batch, 1, ...)` of one logit.
+        logits: Logits of the global model: `(batch, classes, ...)`, or `(batch,)` or `(batch, 1, ...)` of one logit.
         expert: Logits of the expert, of the same shape.
         gate: Logits of the global model's share, one a sample.
 
@@ -54,24 +54,24 @@ def mix_probabilities(own: Tensor, expert: Tensor, gate: Tensor) -> Tensor:
         >>> mix_probabilities(equal, equal, torch.tensor([0.0, 9.0]))
         tensor([ 2., -1.])
     """
-    own, expert = (one.to(torch.promote_types(one.dtype, torch.float32)) for one in (own, expert))
-    gate = gate.to(own.dtype).reshape(-1, *[1] * (own.ndim - 1))
+    logits, expert = (z.to(torch.promote_types(z.dtype, torch.float32)) for z in (logits, expert))
+    gate = gate.to(logits.dtype).reshape(-1, *[1] * (logits.ndim - 1))
     share, rest = F.logsigmoid(gate), F.logsigmoid(-gate)
-    if own.ndim > 1 and own.shape[1] > 1:
-        return torch.logaddexp(share + own.log_softmax(1), rest + expert.log_softmax(1))
-    yes, no = (torch.logaddexp(share + F.logsigmoid(s * own), rest + F.logsigmoid(s * expert)) for s in (1, -1))
+    if logits.ndim > 1 and logits.shape[1] > 1:
+        return torch.logaddexp(share + logits.log_softmax(1), rest + expert.log_softmax(1))
+    yes, no = (torch.logaddexp(share + F.logsigmoid(s * logits), rest + F.logsigmoid(s * expert)) for s in (1, -1))
     return yes - no
 
 
-def mix_outputs(own: Tensor, expert: Tensor, gate: Tensor) -> Tensor:
-    """Return `a own + (1 - a) expert` with `a = sigmoid(gate)`.
+def mix_outputs(logits: Tensor, expert: Tensor, gate: Tensor) -> Tensor:
+    """Return `a logits + (1 - a) expert` with `a = sigmoid(gate)`.
 
     Example:
         >>> mix_outputs(torch.ones(2, 3), torch.zeros(2, 3), torch.zeros(2))[:, 0]
         tensor([0.5000, 0.5000])
     """
-    share = gate.sigmoid().to(own.dtype).reshape(-1, *[1] * (own.ndim - 1))
-    return share * own + (1 - share) * expert
+    share = gate.sigmoid().to(logits.dtype).reshape(-1, *[1] * (logits.ndim - 1))
+    return share * logits + (1 - share) * expert
 
 
 MIXTURES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -89,7 +89,7 @@ class ExpertMixin(AddedParametersMixin):
     """On the expert: its gate joins the optimizer group of the head, and only the module around it logs."""
 
     def added_parameters(self) -> dict[str, str]:
-        first = next(name for name, one in self.named_parameters() if one.requires_grad and not name.startswith(GATE))
+        first = next(name for name, p in self.named_parameters() if p.requires_grad and not name.startswith(GATE))
         return {**super().added_parameters(), **{f"{GATE}.{name}": first for name in ("weight", "bias")}}
 
     def on_unmix(self) -> None:
@@ -132,9 +132,9 @@ class GatedMixin(Mixin):
     def _mixture(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         expert: Any = self.get_submodule(EXPERT)
         with FeatureTap(self, self.gated["path"]) as tap, evaluating(self):
-            own = call(*args, **kwargs)
+            logits = call(*args, **kwargs)
             features = tap.features.detach().flatten(1)
-        return MIXTURES[self.gated["mix"]](own, expert(*args, **kwargs), expert.get_submodule(GATE)(features))
+        return MIXTURES[self.gated["mix"]](logits, expert(*args, **kwargs), expert.get_submodule(GATE)(features))
 
 
 class ExpertTraining(SecondModel):
@@ -288,8 +288,8 @@ class FLDE(FederatedCallback):
             )
         if self.mix == "probabilities" and not _are_logits(loss, outputs[0], targets_in(batch)):
             raise ValueError(
-                f"{self.key} mixes probabilities of classes, and the loss of {name} is no cross entropy over dimension 1 of "
-                f"what forward gives, {tuple(outputs[0].shape)}. Use mix='outputs' for regression, or give logits."
+                f"{self.key} mixes probabilities of classes, and the loss of {name} is not a cross entropy over dimension 1 "
+                f"of what forward gives, {tuple(outputs[0].shape)}. Use mix='outputs' for regression, or give logits."
             )
 
     # -- one visit -----------------------------------------------------------------------------------------------------

@@ -111,9 +111,9 @@ class FlexLoRA(ClientRanks):
         """Return the factors of the mean of products, and the mean head."""
         counting, new = mean_of_rest(server, updates)
         for layer in adapted_layers(server.module).values() if counting else ():
-            stacked = torch.cat([one.state[layer.a] * share for one, share in counting])
+            stacked = torch.cat([update.state[layer.a] * share for update, share in counting])
             left, right = singular_factors(
-                torch.cat([one.state[layer.b] for one, _ in counting], 1), stacked, self.largest
+                torch.cat([update.state[layer.b] for update, _ in counting], 1), stacked, self.largest
             )
             a, b = server.model[layer.a].clone(), torch.zeros_like(server.model[layer.b])
             a[: len(right)], b[:, : len(right)] = right.to(a.dtype), left.to(b.dtype)

@@ -90,13 +90,13 @@ class FLIU(FederatedCallback):
 
     def on_receive(self, client: Client, message: Message) -> None:
         """Blend ``Theta`` with the client's own model (stage L1). A client that has not trained yet takes ``Theta``."""
-        own = client.state.get(self.key, {}).get("theta")
-        if own is None or message.client == POOLED:
+        own_model = client.state.get(self.key, {}).get("theta")
+        if own_model is None or message.client == POOLED:
             return
         payload = message.extras[self.key]
         gamma = self.gamma_of(client.num_samples, payload["total_samples"], payload["num_clients"])
-        received = {name: value for name, value in message.state.items() if name in own}
-        message.state = message.state | interpolate(own, received, gamma)
+        received = {name: value for name, value in message.state.items() if name in own_model}
+        message.state = message.state | interpolate(own_model, received, gamma)
 
     def on_send(self, client: Client, update: Update) -> None:
         """Keep ``theta_k`` for the next blend."""

@@ -149,6 +149,8 @@ class FLoRA(MergedStacks, ClientRanks):
         counting, new = mean_of_rest(server, updates)
         changes = {}
         for path, layer in adapted_layers(server.module).items() if counting else ():
-            a = torch.cat([share * self.scale_of(server, one.client) * one.state[layer.a] for one, share in counting])
-            changes[path] = torch.cat([one.state[layer.b] for one, _ in counting], dim=1), a
+            a = torch.cat(
+                [share * self.scale_of(server, sent.client) * sent.state[layer.a] for sent, share in counting]
+            )
+            changes[path] = torch.cat([sent.state[layer.b] for sent, _ in counting], dim=1), a
         return new | self.merge(server, changes) if counting else {}

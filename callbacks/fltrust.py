@@ -94,23 +94,23 @@ class FLTrust(RobustRule):
             purpose=f"{self.key} {model}",
         )
         new = module_state(module)
-        own = to_row(new, names) - to_row(old, names)
-        return lambda changes, weights: trusted(changes, own)
+        own_change = to_row(new, names) - to_row(old, names)
+        return lambda changes, weights: trusted(changes, own_change)
 
     def combine(self, changes: Tensor, weights: Tensor) -> Tensor:
         """Return nothing: without the server's own change there is no rule."""
         raise NotImplementedError("FLTrust combines by the server's own change: see rule_of.")
 
 
-def trusted(changes: Tensor, own: Tensor) -> Tensor:
+def trusted(changes: Tensor, row: Tensor) -> Tensor:
     """Return the mean of changes of the server's length, weighted by trust; zeros if nobody is trusted.
 
     Args:
         changes: A row a client, `(m, d)`.
-        own: The server's own change, `(d,)`.
+        row: The server's own change, `(d,)`.
     """
-    trust = F.cosine_similarity(changes, own[None], dim=1, eps=1e-300 if own.dtype == torch.float64 else 1e-30).relu()
+    trust = F.cosine_similarity(changes, row[None], dim=1, eps=1e-300 if row.dtype == torch.float64 else 1e-30).relu()
     if not float(trust.sum()) > 0:
-        return torch.zeros_like(own)
-    lengths = changes.norm(dim=1).clamp_min(torch.finfo(own.dtype).tiny)
-    return (trust / lengths) @ changes * (own.norm() / trust.sum())
+        return torch.zeros_like(row)
+    lengths = changes.norm(dim=1).clamp_min(torch.finfo(row.dtype).tiny)
+    return (trust / lengths) @ changes * (row.norm() / trust.sum())

@@ -54,7 +54,7 @@ class FML(SharedPeer):
         weighting: `"uniform"` (paper), `"samples"` or `"log"`.
 
     Raises:
-        ValueError: If `alpha` or `beta` is outside [0, 1], or `shared` is no LightningModule.
+        ValueError: If `alpha` or `beta` is outside [0, 1], or `shared` is not a LightningModule.
 
     Example:
         >>> from fedlightning.callbacks import FML
@@ -115,9 +115,9 @@ class MutualLoss:
     beta: float
     detach: bool
 
-    def __call__(self, own: Side, shared: Side, project: nn.Module | None) -> Tensor:
+    def __call__(self, local: Side, shared: Side, project: nn.Module | None) -> Tensor:
         """Return `alpha CE + (1 - alpha) KL(q || p) + beta CE + (1 - beta) KL(p || q)`."""
-        return self.part(own, shared, self.alpha) + self.part(shared, own, self.beta)
+        return self.part(local, shared, self.alpha) + self.part(shared, local, self.beta)
 
     def part(self, learner: Side, teacher: Side, share: float) -> Tensor:
         """Return the loss of one of the two models."""

@@ -146,11 +146,11 @@ class GPFL(FederatedCallback):
         embeddings = state.get(f"{prefix}.embeddings.weight")
         if embeddings is None:
             return
-        told = client.class_counts or ()
-        if len(told) > len(embeddings):
+        class_counts = client.class_counts or ()
+        if len(class_counts) > len(embeddings):
             raise ValueError(
-                f"GPFL weights {len(embeddings)} class embeddings by a client's classes, but its data have {len(told)} "
-                "classes. Set num_classes"
+                f"GPFL weights {len(embeddings)} class embeddings by a client's classes, but its data have "
+                f"{len(class_counts)} classes. Set num_classes"
             )
         counts = samples_by_class(client, len(embeddings), self.key).tolist()
         state[f"{prefix}.generic"], state[f"{prefix}.personal"] = contexts(embeddings, counts)
@@ -271,10 +271,10 @@ def contexts(embeddings: Tensor, counts: Iterable[int]) -> tuple[Tensor, Tensor]
         >>> contexts(table, [3, 1])
         (tensor([0.5000, 0.5000]), tensor([0.7500, 0.2500]))
     """
-    held = torch.zeros(len(embeddings), dtype=torch.float64)
+    frequencies = torch.zeros(len(embeddings), dtype=torch.float64)
     for label, count in enumerate(counts):
-        held[label] = count
+        frequencies[label] = count
     wide = embeddings.detach().double().cpu()
     generic = wide.mean(0)
-    personal = held / held.sum() @ wide if held.sum() > 0 else generic
+    personal = frequencies / frequencies.sum() @ wide if frequencies.sum() > 0 else generic
     return generic.to(embeddings), personal.to(embeddings)

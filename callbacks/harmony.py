@@ -158,20 +158,20 @@ class Harmony(Clusters):
         if unknown:
             answers = yield [Job(client, work=0, down=(), returns=(), tag=ASK) for client in unknown]
             self._note_modalities(server, answers)
-        own = server.state[self.key]
+        server_state = server.state[self.key]
         networks, shared = self.networks(server.module), set(server.shared_names())
         returned = set(server.returned_names())
         if self.in_stage_1(server):
             jobs = []
             for client in asked:
-                names = [n for m in own["modalities"].get(client, ()) for n in networks[m]]
+                names = [n for m in server_state["modalities"].get(client, ()) for n in networks[m]]
                 if names:
                     down, up = (tuple(n for n in names if n in travelling) for travelling in (shared, returned))
                     jobs.append(Job(client, down=down, returns=up, tag=UNIMODAL))
             if jobs:
                 yield jobs
             return
-        several = [client for client in server.clients if len(own["modalities"].get(client, ())) > 1]
+        several = [client for client in server.clients if len(server_state["modalities"].get(client, ())) > 1]
         if not several:
             raise ValueError(
                 "Harmony's stage 2 is for clients with several modalities, and no client has more than one. Use stage1=1.0."
@@ -179,21 +179,21 @@ class Harmony(Clusters):
         fusion = self.fusion(server.module, server.kinds)
         jobs = []
         for client in self._drawn(server, several):
-            names = fusion if client in own["classifiers"] else [
-                *(n for m in own["modalities"][client] for n in networks[m]), *fusion
+            names = fusion if client in server_state["classifiers"] else [
+                *(n for m in server_state["modalities"][client] for n in networks[m]), *fusion
             ]  # fmt: skip
             down, up = tuple(n for n in names if n in shared), tuple(n for n in fusion if n in returned)
             jobs.append(Job(client, down=down, returns=up, tag=FUSION, keep=True))
         self.regroup(server, contributors((yield jobs)))
 
     def _note_modalities(self, server: Server, answers: Sequence[Update]) -> None:
-        own, modalities = server.state[self.key], list(self.networks(server.module))
-        found = dict(own["modalities"])
+        server_state, modalities = server.state[self.key], list(self.networks(server.module))
+        modalities_by_client = dict(server_state["modalities"])
         for update in answers:
             if update.error is None:
                 there = update.extras[self.key]["present"].tolist()
-                found[update.client] = [m for m, has in zip(modalities, there, strict=True) if has]
-        server.state[self.key] = {**own, "modalities": in_client_order(server, found)}
+                modalities_by_client[update.client] = [m for m, has in zip(modalities, there, strict=True) if has]
+        server.state[self.key] = {**server_state, "modalities": in_client_order(server, modalities_by_client)}
 
     @staticmethod
     def _drawn(server: Server, several: list[str]) -> list[str]:
@@ -216,20 +216,20 @@ class Harmony(Clusters):
             server: The server, whose state changes.
             updates: What clients sent in this round, with the fusion and the biases.
         """
-        own = server.state[self.key]
+        server_state = server.state[self.key]
         answers = {update.client: update for update in updates}
-        biases = own["bias"] | {c: update.extras[self.key]["bias"] for c, update in answers.items()}
-        classifiers = dict(own["classifiers"])
+        biases = server_state["bias"] | {c: update.extras[self.key]["bias"] for c, update in answers.items()}
+        classifiers = dict(server_state["classifiers"])
         clusters: dict[str, str] = {}
         sets: dict[tuple[str, ...], list[str]] = {}
         for client in server.clients:
             if client in biases:
-                sets.setdefault(tuple(own["modalities"][client]), []).append(client)
+                sets.setdefault(tuple(server_state["modalities"][client]), []).append(client)
         for modalities, members in sets.items():
             rows, seed = torch.stack([biases[client] for client in members]), server.blueprint.settings.seed
-            found = clusters_of(rows, self.num_clusters, address(seed, self.key, server.round, *modalities))
-            for k in sorted(set(found)):
-                cluster = [client for client, label in zip(members, found, strict=True) if label == k]
+            labels = clusters_of(rows, self.num_clusters, address(seed, self.key, server.round, *modalities))
+            for k in sorted(set(labels)):
+                cluster = [client for client, label in zip(members, labels, strict=True) if label == k]
                 clusters |= dict.fromkeys(cluster, f"{'+'.join(modalities)} {k + 1}")
                 mean = WeightedMean()
                 for client in cluster:
@@ -237,7 +237,7 @@ class Harmony(Clusters):
                         mean.add(answers[client].state, server.weight(answers[client]))
                 classifiers |= {client: mean.result() for client in cluster if client in answers}
         server.state[self.key] = {
-            **own,
+            **server_state,
             "bias": in_client_order(server, biases),
             "classifiers": in_client_order(server, classifiers),
             "clusters": in_client_order(server, clusters),
@@ -245,8 +245,8 @@ class Harmony(Clusters):
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send a client its own fusion, and for an evaluation no encoders that it has trained on itself."""
-        own = server.state.get(self.key, {})
-        fusion = own.get("classifiers", {}).get(job.client)
+        server_state = server.state.get(self.key, {})
+        fusion = server_state.get("classifiers", {}).get(job.client)
         if fusion is None:
             return
         if job.tag != FUSION:
@@ -267,13 +267,13 @@ class Harmony(Clusters):
     def on_visit_start(self, client: Client) -> None:
         """Find the modalities; keep the encoders with which stage 2 begins."""
         client.scratch[self.key] = self._present(client)
-        own = client.state.get(self.key, {})
-        if client.message.tag == FUSION and "start" not in own:
+        client_state = client.state.get(self.key, {})
+        if client.message.tag == FUSION and "start" not in client_state:
             encoders = parts_of(client.module, self.encoders, "encoders")
             names = {name for part in encoders.values() for name in part}
             start = {name: value for name, value in client.module.named_parameters() if name in names}
             client.state[self.key] = {
-                **own, "start": clone({name: value.detach() for name, value in start.items()}, "cpu")
+                **client_state, "start": clone({name: value.detach() for name, value in start.items()}, "cpu")
             }  # fmt: skip
 
     def local_phases(self, client: Client) -> Iterable[Phase]:
@@ -326,27 +326,27 @@ class Harmony(Clusters):
             there = client.scratch[self.key].tolist()
             encoders = parts_of(client.module, self.encoders, "encoders")
             start, now = client.state[self.key]["start"], client.entries
-            found = [bias(start, now, names) for names, has in zip(encoders.values(), there, strict=True) if has]
-            update.extras[self.key] = {"bias": torch.stack(found)}
+            biases = [bias(start, now, names) for names, has in zip(encoders.values(), there, strict=True) if has]
+            update.extras[self.key] = {"bias": torch.stack(biases)}
 
     def _count(self, client: Client, passed_over: int) -> None:
         """Count batches without a sample to train on in the client's state; say so the first time."""
-        own = client.state.get(self.key, {})
-        if PASSED_OVER not in own:
+        client_state = client.state.get(self.key, {})
+        if PASSED_OVER not in client_state:
             warn(
                 f"Harmony passes over batches of client '{client.id}' in which no sample has the modality that trains: "
                 f"{passed_over} in round {client.round + 1}. A larger batch size leaves fewer of them."
             )
-        client.state[self.key] = {**own, PASSED_OVER: own.get(PASSED_OVER, 0) + passed_over}
+        client.state[self.key] = {**client_state, PASSED_OVER: client_state.get(PASSED_OVER, 0) + passed_over}
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse other modalities, and another number of biases than the client has modalities."""
-        found, known = update.extras.get(self.key, {}), len(self.networks(server.module))
-        if "present" in found and len(found["present"]) != known:
-            raise ValueError(f"it tells of {len(found['present'])} modalities, and there are {known}")
-        own = server.state.get(self.key, {}).get("modalities", {}).get(update.client)
-        if "bias" in found and own is not None and len(found["bias"]) != len(own):
-            raise ValueError(f"it has {len(found['bias'])} biases for {len(own)} modalities")
+        extras, num_modalities = update.extras.get(self.key, {}), len(self.networks(server.module))
+        if "present" in extras and len(extras["present"]) != num_modalities:
+            raise ValueError(f"it tells of {len(extras['present'])} modalities, and there are {num_modalities}")
+        client_modalities = server.state.get(self.key, {}).get("modalities", {}).get(update.client)
+        if "bias" in extras and client_modalities is not None and len(extras["bias"]) != len(client_modalities):
+            raise ValueError(f"it has {len(extras['bias'])} biases for {len(client_modalities)} modalities")
 
     def _present(self, client: Client) -> Tensor:
         """Return which modalities the client's training data have, bool `(modalities,)`."""

@@ -104,8 +104,8 @@ class HetLoRA(ClientRanks):
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the arguments, with the weighting by its name."""
-        found = super().hyperparameters()
-        return {**found, "weighting": "norm" if callable(found["weighting"]) else found["weighting"]}
+        options = super().hyperparameters()
+        return {**options, "weighting": "norm" if callable(options["weighting"]) else options["weighting"]}
 
     def claims(self, name: str) -> bool:
         """Decline the term in the loss where there is none."""
@@ -160,35 +160,35 @@ class HetLoRA(ClientRanks):
 
     def on_visit_start(self, client: Client) -> None:
         """Measure the rows that pruning would take away."""
-        own = client.scratch.get(self.key)
-        if own is not None:
-            own["norm"] = float(self._tail(own, client.entries))
+        visit = client.scratch.get(self.key)
+        if visit is not None:
+            visit["norm"] = float(self._tail(visit, client.entries))
 
     def training_loss(
         self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
     ) -> Tensor:
         """Return the loss with `lam` times the norms of the rows that pruning would take away."""
-        own = client.scratch.get(self.key)
-        if own is None:
+        visit = client.scratch.get(self.key)
+        if visit is None:
             return loss
-        names = [name for layer in own["layers"] for name in (layer.a, layer.b)]
-        return loss + self.lam * self._tail(own, {name: module.get_parameter(name) for name in names})
+        names = [name for layer in visit["layers"] for name in (layer.a, layer.b)]
+        return loss + self.lam * self._tail(visit, {name: module.get_parameter(name) for name in names})
 
-    def _tail(self, own: Mapping[str, Any], state: Mapping[str, Tensor]) -> Tensor:
+    def _tail(self, visit: Mapping[str, Any], state: Mapping[str, Tensor]) -> Tensor:
         """Return `sum ||B[:, k:]|| ||A[k:]||` over the layers."""
-        kept, norm = self.pruned(own["rank"]), torch.linalg.vector_norm
-        tails = [(state[layer.b][:, kept:], state[layer.a][kept:]) for layer in own["layers"]]  # pruned rows are zero
+        kept, norm = self.pruned(visit["rank"]), torch.linalg.vector_norm
+        tails = [(state[layer.b][:, kept:], state[layer.a][kept:]) for layer in visit["layers"]]  # pruned rows are zero
         return torch.stack([norm(b) * norm(a) for b, a in tails]).sum()
 
     def on_send(self, client: Client, update: Update) -> None:
         """Prune if the rows that would go have become smaller, and send what is left."""
-        own = client.scratch.get(self.key)
-        if own is None or not update.state:
+        visit = client.scratch.get(self.key)
+        if visit is None or not update.state:
             return
-        rank = own["rank"]
-        if client.contributed and float(self._tail(own, client.entries)) < own["norm"]:
+        rank = visit["rank"]
+        if client.contributed and float(self._tail(visit, client.entries)) < visit["norm"]:
             rank = self.pruned(rank)
-        update.state = truncated(update.state, own["layers"], rank)
+        update.state = truncated(update.state, visit["layers"], rank)
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse factors that do not fit each other."""

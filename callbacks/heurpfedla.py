@@ -128,5 +128,5 @@ class HeurpFedLA(pFedLA):
     def on_send(self, client: Client, update: Update) -> None:
         """Keep ``theta_i``: the core does not keep what a client sends."""
         if client.contributed:
-            own = clone(module_state(client.module, client.message.returns), "cpu")
-            client.state[self.key] = {"theta": own}
+            theta = clone(module_state(client.module, client.message.returns), "cpu")
+            client.state[self.key] = {"theta": theta}

@@ -192,8 +192,8 @@ class IFCA(Clusters):
 
     def memberships(self, server: Server) -> dict[str, dict[str, float]]:
         """Return which centre each client chose last; nothing where there is one for all."""
-        found = server.state.get(self.key, {}).get("clusters", {}) if self.num_clusters > 1 else {}
-        return {client: {centre(chosen): 1.0} for client, chosen in found.items()}
+        centre_by_client = server.state.get(self.key, {}).get("clusters", {}) if self.num_clusters > 1 else {}
+        return {client: {centre(chosen): 1.0} for client, chosen in centre_by_client.items()}
 
     def models_in_use(self, server: Server) -> list[str]:
         """Return the keys of all centres; the first one is the global model."""

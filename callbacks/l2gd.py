@@ -143,11 +143,11 @@ class L2GD(FederatedCallback):
     # -- client --------------------------------------------------------------------------------------------------------
     def on_receive(self, client: Client, message: Message) -> None:
         """Set ``x_i <- xbar + (1 - theta)^m (x_i - xbar)``. A new client starts at ``xbar``."""
-        own = client.state.get(self.key)
-        if own is None:
+        client_state = client.state.get(self.key)
+        if client_state is None:
             return
-        share = max(1.0 - self.theta(own["lr"]), 0.0) ** message.extras[self.key]["m"]
-        x = {name: value for name, value in own["x"].items() if name in message.state}
+        share = max(1.0 - self.theta(client_state["lr"]), 0.0) ** message.extras[self.key]["m"]
+        x = {name: value for name, value in client_state["x"].items() if name in message.state}
         floats = {name: message.state[name] for name, value in x.items() if has_mean(value)}
         message.state = {**message.state, **x, **interpolate(x, floats, share)}
 

@@ -24,7 +24,7 @@ class AdaptsAtEnd(KeepsModel):
     """Base of methods in which every client fine-tunes a copy of the global model after the last round, and deploys it.
 
     The global model is the one that :class:`GlobalCheckpoint` selected, where there is one, else the last. Adaptation
-    starts with new optimizers. It is no federated phase, so no corrections act, and it changes nothing but the client's
+    starts with new optimizers. It is not a federated phase, so no corrections act, and it changes nothing but the client's
     own copy.
 
     Attributes:

@@ -150,9 +150,9 @@ class MAPPER(KeepsModel):
     # -- deployed ------------------------------------------------------------------------------------------------------
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """Return `h(lam)` with the `h_c` that the client's module holds at `stage`."""
-        module, own = client.copy_module(), client.state.get(self.key)
-        if own is not None:
-            load_state(module, mixture(module, own["model"], clone(module_state(module)), own["lam"]))
+        module, client_state = client.copy_module(), client.state.get(self.key)
+        if client_state is not None:
+            load_state(module, mixture(module, client_state["model"], clone(module_state(module)), client_state["lam"]))
         return module
 
 

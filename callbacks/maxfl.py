@@ -143,12 +143,12 @@ class MaxFL(FederatedCallback):
         """Let clients without a requirement find one; then train."""
         server.state[self.key] = {**server.state[self.key], "rows": []}
         clients = server.participants()
-        known = set(server.state[self.key]["known"])
-        new = [client for client in clients if client not in known]
+        ready = set(server.state[self.key]["known"])
+        new = [client for client in clients if client not in ready]
         if new and (self.alone is not None or server.round > 0):
-            found = yield from self._find_requirements(server, new)
+            joined = yield from self._find_requirements(server, new)
             twice = self._twice(server.participation.share, len(server.clients))
-            clients = [client for client in clients if client in known or (twice and client in found)]
+            clients = [client for client in clients if client in ready or (twice and client in joined)]
         if clients:
             yield [Job(client) for client in clients]
 
@@ -157,21 +157,21 @@ class MaxFL(FederatedCallback):
         server.models[ALONE] = clone(module_state(server.module))
         answers = yield [Job(client, model=ALONE, work=self.alone, returns=(), tag=ALONE) for client in new]
         del server.models[ALONE]
-        found = {update.client for update in contributors(answers)}
-        own = server.state[self.key]
-        known = found.union(own["known"])
-        server.state[self.key] = {**own, "known": [client for client in server.clients if client in known]}
-        return found
+        joined = {update.client for update in contributors(answers)}
+        state = server.state[self.key]
+        ready = joined.union(state["known"])
+        server.state[self.key] = {**state, "known": [client for client in server.clients if client in ready]}
+        return joined
 
     def on_update(self, server: Server, update: Update) -> None:
         """Note the answer, and that the client has a requirement."""
-        found = update.extras.get(self.key)
-        if found is None:
+        extras = update.extras.get(self.key)
+        if extras is None:
             return
-        own = server.state[self.key]
-        known = {*own["known"], update.client}
-        row = (update.client, float(found["weight"]), bool(found["satisfied"]))
-        server.state[self.key] = {"known": [c for c in server.clients if c in known], "rows": [*own["rows"], row]}
+        state = server.state[self.key]
+        ready = {*state["known"], update.client}
+        row = (update.client, float(extras["weight"]), bool(extras["satisfied"]))
+        server.state[self.key] = {"known": [c for c in server.clients if c in ready], "rows": [*state["rows"], row]}
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
         """Return `w + server_lr sum q_i / (sum q_i + eps) (mean - w)` on trainable parameters."""

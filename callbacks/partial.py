@@ -126,10 +126,10 @@ class LGFedAvg(FederatedCallback):
         """
         count = len(part_names(setup.module, self.shared, self.num_layers))
         if count in (0, len(setup.kinds)):
-            one, other = ("nothing", "Local()") if count == 0 else ("everything", "FedAvg()")
+            amount, other = ("nothing", "Local()") if count == 0 else ("everything", "FedAvg()")
             layers = ", ".join(layer.name for layer in ordered_layers(setup.module))
             setup.warn(
-                f"LGFedAvg(shared={self.shared}, num_layers={self.num_layers}) shares {one} of "
+                f"LGFedAvg(shared={self.shared}, num_layers={self.num_layers}) shares {amount} of "
                 f"{type(setup.template).__name__} ({layers}), which is {other}. Share the last layers only."
             )
 

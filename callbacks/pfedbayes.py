@@ -166,9 +166,9 @@ class pFedBayes(KeepsModel):
         named = dict(pl_module.named_parameters())
         visit.noise = client.rng("posterior")
         for rho, mu in pairs(pl_module):
-            own = (named[mu], named[rho])
+            posterior = (named[mu], named[rho])
             common = tuple(visit.start[name].to(named[name], copy=True) for name in (mu, rho))
-            visit.weights.append(_Weight((mu, rho), own, common))
+            visit.weights.append(_Weight((mu, rho), posterior, common))
         visit.optimizer = torch.optim.Adam([part for weight in visit.weights for part in weight.common], self.global_lr)
         visit.handles = [optimizer.register_step_post_hook(visit.count) for optimizer in trainer.optimizers]
 
@@ -177,7 +177,7 @@ class pFedBayes(KeepsModel):
         """Move the parameters to a sample of `q_i`. Where gradients are accumulated, a step has one sample."""
         visit = self.client.scratch[self.key]
         for weight in visit.weights:
-            mu, rho = weight.own
+            mu, rho = weight.posterior
             if weight.epsilon is None:
                 drawn = torch.randn(mu.shape, generator=visit.noise, dtype=torch.float32)
                 weight.epsilon = (self.noise * drawn).to(mu)
@@ -193,7 +193,7 @@ class pFedBayes(KeepsModel):
         visit.restore()
         strength = self.zeta / max(client.num_samples, 1)
         for weight in visit.weights:
-            mu, rho = weight.own
+            mu, rho = weight.posterior
             if mu.grad is not None:
                 slopes = kl_gradients(mu, rho, *weight.common)
                 gradient = dense(mu.grad)
@@ -232,14 +232,14 @@ class _Weight:
 
     Attributes:
         names: Names of its `mu` and `rho`.
-        own: `mu` and `rho` of `q_i`, the module's parameters.
+        posterior: `mu` and `rho` of `q_i`, the module's parameters.
         common: Those of `w_i`.
         epsilon: The draw of the step that runs.
         mean: `mu`, while the module's parameter is a sample.
     """
 
     names: tuple[str, str]
-    own: tuple[nn.Parameter, nn.Parameter]
+    posterior: tuple[nn.Parameter, nn.Parameter]
     common: tuple[Tensor, Tensor]
     epsilon: Tensor | None = None
     mean: Tensor | None = None
@@ -276,14 +276,14 @@ class _Visit:
         """Move the parameters from the sample back to the means, exactly."""
         for weight in self.weights:
             if weight.mean is not None:
-                weight.own[0].copy_(weight.mean)
+                weight.posterior[0].copy_(weight.mean)
                 weight.mean = None
 
     @torch.no_grad()
     def follow(self) -> None:
         """Take a step of `w_i` towards `q_i`, on `KL(q_i || w_i)`."""
         for weight in self.weights:
-            _, _, *slopes = kl_gradients(*weight.own, *weight.common)
+            _, _, *slopes = kl_gradients(*weight.posterior, *weight.common)
             for part, slope, alike in zip(weight.common, slopes, alike_parts(weight), strict=True):
                 part.grad = slope.masked_fill(alike, 0.0)
         assert self.optimizer is not None
@@ -297,7 +297,7 @@ def alike_parts(weight: _Weight) -> tuple[Tensor, Tensor]:
     The task's gradient of a bias before batch normalisation is 0, and comes out as rounding. Adam makes a step of the
     learning rate of it, whatever its size.
     """
-    (mu, rho), (prior_mu, prior_rho) = weight.own, weight.common
+    (mu, rho), (prior_mu, prior_rho) = weight.posterior, weight.common
     tolerance = ROUNDING * torch.finfo(mu.dtype).eps
     scale = torch.maximum(torch.maximum(mu.abs(), prior_mu.abs()), F.softplus(prior_rho))
     alike = (mu - prior_mu).abs() <= tolerance * scale

@@ -275,9 +275,9 @@ class pFedHR(SharesPredictions):
         """Refuse missing public data, networks that cannot be taken apart, and callbacks on a model that travels.
 
         Raises:
-            ValueError: If public data are missing, have no labels where `labels=True`, or inputs that are no numbers to
-                calculate with; if `forward` gives no logits; if a network is no chain of layers and has no `blocks()`. Also
-                if another callback works on a model that travels, or keeps something beside one.
+            ValueError: If public data are missing, have no labels where `labels=True`, or inputs that are not numbers to
+                calculate with; if `forward` gives no logits; if a network is not a chain of layers and has no `blocks()`.
+                Also if another callback works on a model that travels, or keeps something beside one.
         """
         features_at_start(setup, self.feature_taps, self.key)
         x = inputs_of(probes.move_batch(setup.module, setup.public.batch()), self.key)
@@ -349,24 +349,24 @@ class pFedHR(SharesPredictions):
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the candidate that the client was given last. Evaluation needs none."""
-        own = server.state.get(self.key)
-        if own is not None and job.client in own["given"] and job.work != 0:
-            message.extras[self.key] = {"candidate": own["candidates"][own["given"][job.client]]}
+        server_state = server.state.get(self.key)
+        if server_state is not None and job.client in server_state["given"] and job.work != 0:
+            message.extras[self.key] = {"candidate": server_state["candidates"][server_state["given"][job.client]]}
 
     def _reassemble(self, server: Server, models: Mapping[str, State]) -> None:
         """Make candidates out of the models that came, and note which one each of these clients gets."""
-        made = Reassembly(self, server, models)
-        if not made.candidates:
+        reassembly = Reassembly(self, server, models)
+        if not reassembly.candidates:
             warn(
                 f"Round {server.round + 1}: {self.key} found no candidate that keeps the rules with depths={self.depths} and "
                 f"max_stitch={self.max_stitch}; clients keep the ones they have. Allow other depths, or larger stitches."
             )
             return
-        own = server.state.get(self.key, {"candidates": {}, "given": {}})
-        given = {**own["given"], **made.given}
-        given = {client: given[client] for client in server.clients if client in given}
-        every = own["candidates"] | made.candidates
+        server_state = server.state.get(self.key, {"candidates": {}, "given": {}})
+        choices = {**server_state["given"], **reassembly.given}
+        choices = {client: choices[client] for client in server.clients if client in choices}
+        every = server_state["candidates"] | reassembly.candidates
         server.state[self.key] = {
-            "candidates": {key: every[key] for key in sorted(set(given.values()))},
-            "given": given,
+            "candidates": {key: every[key] for key in sorted(set(choices.values()))},
+            "given": choices,
         }

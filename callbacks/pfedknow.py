@@ -131,8 +131,8 @@ class pFedKnow(FederatedCallback):
         if self.guide is None:
             return None
         names = module_state(module)
-        held = set(expand([self.guide], names))
-        return [name for name in names if name not in held]
+        guide_names = set(expand([self.guide], names))
+        return [name for name in names if name not in guide_names]
 
     # -- server --------------------------------------------------------------------------------------------------------
     def plan_round(self, server: Server) -> Plan:
@@ -179,8 +179,8 @@ class pFedKnow(FederatedCallback):
             old = server.model[name]
             total, weights = (torch.zeros_like(old, dtype=torch.float64) for _ in range(2))
             for update in updates:
-                held = widen(kept(old, shares[update.client])) * server.weight(update)
-                total, weights = total + held * widen(update.state[name]), weights + held
+                mask_weights = widen(kept(old, shares[update.client])) * server.weight(update)
+                total, weights = total + mask_weights * widen(update.state[name]), weights + mask_weights
             reduced[name] = narrow(torch.where(weights > 0, total / weights.clamp_min(1e-300), widen(old)), old)
         return reduced
 
@@ -204,10 +204,10 @@ class pFedKnow(FederatedCallback):
             if name in self.client.received and parameter.ndim > 1
         }
         for optimizer in trainer.optimizers:
-            for parameter, known in optimizer.state.items():
-                for word, value in known.items() if parameter in stays else ():
+            for parameter, moments in optimizer.state.items():
+                for word, value in moments.items() if parameter in stays else ():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        known[word] = value * stays[parameter]
+                        moments[word] = value * stays[parameter]
 
     def training_loss(
         self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
@@ -215,8 +215,8 @@ class pFedKnow(FederatedCallback):
         """Return the loss on pseudo-labels, or at the server that on labels with the guide."""
         teacher, logits = client.scratch.get(self.key), features["logits"]
         if teacher is not None:
-            found = client.features(teacher.to(module.device), batch, self.feature_taps(teacher))["logits"]
-            return pseudo_label_loss(logits, found, self.threshold)
+            teacher_logits = client.features(teacher.to(module.device), batch, self.feature_taps(teacher))["logits"]
+            return pseudo_label_loss(logits, teacher_logits, self.threshold)
         if self.guide is None or self.lam == 0:
             return loss
         inputs = batch[0] if isinstance(batch, tuple | list) else batch

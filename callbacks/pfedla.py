@@ -155,13 +155,13 @@ class pFedLA(KeepsClientModels):
         """
         mixed = dict(models[client])
         for layer, row in zip(layers_of(server), self.rows(server, client).tolist(), strict=True):
-            own = select(mixed, layer)
+            layer_state = select(mixed, layer)
             parts = ((weight, select(model, layer)) for weight, model in zip(row, models.values(), strict=True))
-            mixed |= combine(own, parts)
+            mixed |= combine(layer_state, parts)
         return mixed
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """Send ``thbar_i`` in the place of a global model."""
+        """Send ``thbar_i`` instead of a global model."""
         if job.client in server.clients:
             message.state = select(self.personalised(server, job.client, self.models(server)), message.state)
 

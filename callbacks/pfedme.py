@@ -133,10 +133,10 @@ class pFedMe(FederatedCallback):
         parameters = dict(theta.named_parameters())
         for step in range(self.inner_steps):
             last = step == self.inner_steps - 1
-            found = [self.client.batch_gradient(batch, theta, update_buffers=last)[1] for batch in window]
-            for name in found[0]:
+            parts = [self.client.batch_gradient(batch, theta, update_buffers=last)[1] for batch in window]
+            for name in parts[0]:
                 gradient = (
-                    sum(gradients[name] for gradients in found) / len(found) if len(found) > 1 else found[0][name]
+                    sum(gradients[name] for gradients in parts) / len(parts) if len(parts) > 1 else parts[0][name]
                 )
                 pull = self.lam * (parameters[name] - w[name])
                 parameters[name].sub_(gradient + pull, alpha=self.personal_lr)

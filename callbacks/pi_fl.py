@@ -262,8 +262,8 @@ class PIFL(Clusters):
 
     def memberships(self, server: Server) -> dict[str, dict[str, float]]:
         """Return the shares of Eq. 2 of every client that has been asked for a bid."""
-        found = server.state[self.key]["importance"]
-        return {client: dict(zip(self.clusters, shares(v), strict=True)) for client, v in found.items()}
+        importance_by_client = server.state[self.key]["importance"]
+        return {client: dict(zip(self.clusters, shares(v), strict=True)) for client, v in importance_by_client.items()}
 
     # -- server: the round ---------------------------------------------------------------------------------------------
     def on_federation_start(self, server: Server) -> None:
@@ -298,8 +298,8 @@ class PIFL(Clusters):
 
     def _join(self, server: Server, clients: Sequence[str]) -> None:
         """Give new clients the tokens that the others began with."""
-        own = server.state[self.key]
-        self._note(server, balances={**own["balances"], **dict.fromkeys(clients, own["tokens"])})
+        server_state = server.state[self.key]
+        self._note(server, balances={**server_state["balances"], **dict.fromkeys(clients, server_state["tokens"])})
 
     def plan_round(self, server: Server) -> Plan:
         """Bid, pay, train, settle."""
@@ -308,10 +308,10 @@ class PIFL(Clusters):
             yield from self._pretrain(server, available)
             return
         bids = (yield from self._bids(server, available)) if self.incentive and not self._first(server) else None
-        own = server.state[self.key]
+        server_state = server.state[self.key]
         free = not self.ledger or (self._first(server) and not self.charge_first_round)
         ledger = Ledger(
-            dict.fromkeys(own["balances"], inf) if free else dict(own["balances"]),
+            dict.fromkeys(server_state["balances"], inf) if free else dict(server_state["balances"]),
             dict.fromkeys(self.clusters, 0.0),
         )
         chosen = self._schedule(server, ledger, available, bids)
@@ -322,19 +322,19 @@ class PIFL(Clusters):
                 yield from self._settle(server, ledger, cluster, before[cluster], trained[cluster])
         if not free:
             entries = [{"round": server.round + 1, **entry} for entry in ledger.entries]
-            self._note(server, balances=ledger.balances, ledger=own["ledger"] + entries)
+            self._note(server, balances=ledger.balances, ledger=server_state["ledger"] + entries)
 
     def _bids(self, server: Server, available: Sequence[str]) -> Steps:
         """Ask for importance weights; return who bids, by cluster."""
         bids: dict[str, list[str]] = {cluster: [] for cluster in self.clusters}
-        found = dict(server.state[self.key]["importance"])
+        importance_by_client = dict(server.state[self.key]["importance"])
         for update in (yield [Job(client, work=0, returns=(), tag=BID) for client in available]):
             if update.error is None:
                 weights = update.extras[self.key]["importance"]
-                found[update.client] = weights
+                importance_by_client[update.client] = weights
                 for k in self.bids(weights):
                     bids[self.clusters[k]].append(update.client)
-        self._note(server, importance=in_client_order(server, found))
+        self._note(server, importance=in_client_order(server, importance_by_client))
         return bids
 
     def bids(self, weights: Tensor) -> list[int]:
@@ -356,9 +356,9 @@ class PIFL(Clusters):
     def on_federation_end(self, server: Server) -> None:
         """Draw the ledger and who belongs to which cluster."""
         super().on_federation_end(server)
-        own = server.state.get(self.key, {})
-        if server.run_dir is not None and self.ledger and own.get("ledger"):
-            figure = ledger_figure(own["ledger"], dict.fromkeys(server.clients, own["tokens"]))
+        server_state = server.state.get(self.key, {})
+        if server.run_dir is not None and self.ledger and server_state.get("ledger"):
+            figure = ledger_figure(server_state["ledger"], dict.fromkeys(server.clients, server_state["tokens"]))
             save(figure, server.run_dir / "figures" / "ledger.png")
 
     # -- who trains what -----------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ class PIFL(Clusters):
         self, server: Server, ledger: Ledger, available: Sequence[str], bids: Mapping[str, Sequence[str]] | None
     ) -> dict[str, list[str]]:
         """Choose each cluster's clients, and let them pay. Without bids, all are assigned at random."""
-        own, chosen = server.state[self.key], {cluster: list[str]() for cluster in self.clusters}
+        server_state, chosen = server.state[self.key], {cluster: list[str]() for cluster in self.clusters}
         slots = len(available) if self.performance_slots is None else self.performance_slots
         turn = server.round % self.num_clusters  # nobody is always the last to be paid
         assigned = self._assigned(server, available) if bids is None else {}
@@ -375,7 +375,7 @@ class PIFL(Clusters):
                 willing = [client for client in assigned[cluster] if ledger.can_pay(client, self.price)]
                 picked = willing[: slots + self.random_slots]
             else:
-                worth, before = own["contribution"][cluster], own["taken_part"][cluster]
+                worth, before = server_state["contribution"][cluster], server_state["taken_part"][cluster]
                 willing = [client for client in bids[cluster] if ledger.can_pay(client, self.price)]
                 level = levels({client: worth.get(client, (0.0, 0))[0] for client in willing})
                 willing.sort(key=lambda client: (-level[client], before.get(client, 0)))
@@ -414,34 +414,34 @@ class PIFL(Clusters):
     # -- contributions and tokens --------------------------------------------------------------------------------------
     def _settle(self, server: Server, ledger: Ledger, cluster: str, before: State, answers: Sequence[Update]) -> Steps:
         """Compute contributions, refund and reward of one cluster."""
-        own, players = server.state[self.key], [update.client for update in answers]
+        state, players = server.state[self.key], [update.client for update in answers]
         new = server.models[cluster]
         accuracy_before, accuracy = yield from self._scores(server, [before, new], players)
-        found: Shapley = yield from self._contributions(server, before, new, answers, (accuracy_before, accuracy))
-        known = [value for value in (own["best"][cluster], accuracy_before) if value is not None and not isnan(value)]
-        best = known[0] if known else None
+        shapley: Shapley = yield from self._contributions(server, before, new, answers, (accuracy_before, accuracy))
+        valid = [value for value in (state["best"][cluster], accuracy_before) if value is not None and not isnan(value)]
+        best = valid[0] if valid else None
         if best is not None and not isnan(accuracy):
             ledger.refund(cluster, refund_share(accuracy, best, self.eta, self.gamma))
             best = max(best, accuracy)
-        means, counts = dict(own["contribution"][cluster]), dict(own["taken_part"][cluster])
-        for client, value in found.values.items():
+        means, counts = dict(state["contribution"][cluster]), dict(state["taken_part"][cluster])
+        for client, value in shapley.values.items():
             mean, rounds = means.get(client, (0.0, 0))
             means[client] = (mean + (value - mean) / (rounds + 1), rounds + 1)
             counts[client] = counts.get(client, 0) + 1
-        ledger.reward(cluster, contribution_ranks(found.values, counts))
+        ledger.reward(cluster, contribution_ranks(shapley.values, counts))
         for entry in ledger.entries:
-            if entry["cluster"] == cluster and entry["client"] in found.values:
-                entry |= {"contribution": found.values[str(entry["client"])], "error": found.error}
+            if entry["cluster"] == cluster and entry["client"] in shapley.values:
+                entry |= {"contribution": shapley.values[str(entry["client"])], "error": shapley.error}
         self._note(
             server,
-            contribution={**own["contribution"], cluster: means},
-            taken_part={**own["taken_part"], cluster: counts},
-            best={**own["best"], cluster: best},
-            evaluations=own["evaluations"] + found.evaluations,
+            contribution={**state["contribution"], cluster: means},
+            taken_part={**state["taken_part"], cluster: counts},
+            best={**state["best"], cluster: best},
+            evaluations=state["evaluations"] + shapley.evaluations,
         )
 
     def _contributions(
-        self, server: Server, before: State, new: State, answers: Sequence[Update], known: tuple[float, float]
+        self, server: Server, before: State, new: State, answers: Sequence[Update], accuracies: tuple[float, float]
     ) -> Steps:
         """Return the Shapley values of the answers to this round, or the cosines of their steps.
 
@@ -455,14 +455,14 @@ class PIFL(Clusters):
                 torch.cosine_similarity(to_row(u.state, names) - to_row(before, names), mean, 0) for u in answers
             ]
             return Shapley(dict(zip(players, map(float, cosines), strict=True)), 0, exact=False)
-        if isnan(known[0]) or isnan(known[1]):
+        if isnan(accuracies[0]) or isnan(accuracies[1]):
             return Shapley(dict.fromkeys(players, 0.0), 0, exact=False)
         models = {update.client: (server.weight(update), update.state) for update in answers}
         draw = server.rng(f"permutations of {answers[0].model}")
         game = shapley_values(players, max_evaluations=self.max_evaluations, draw=draw)
         next(game)
         wanted: list[Coalition] = []
-        worths = list(known)
+        worths = list(accuracies)
         while True:
             try:
                 wanted = game.send(worths)
@@ -470,13 +470,13 @@ class PIFL(Clusters):
                 return end.value
             states = [combine(before, (models[c] for c in players if c in some)) for some in wanted]
             scores = yield from self._scores(server, states, players)
-            worths = [known[0] if isnan(score) else score for score in scores]
+            worths = [accuracies[0] if isnan(score) else score for score in scores]
 
     def _scores(self, server: Server, states: Sequence[State], players: Sequence[str]) -> Steps:
         """Return what each state scores on the players' validation data, or on everybody's; NaN if nobody could tell."""
         if self.utility == "gradient" and not self.ledger:
             return [nan] * len(states)
-        found = []
+        scores = []
         for state in states:
             server.models[TRIAL] = state
             if self._in_one_place:
@@ -487,8 +487,8 @@ class PIFL(Clusters):
             del server.models[TRIAL]
             values = [update.extras[self.key]["utility"] for update in answers if update.error is None]
             values = [value for value in values if not isnan(value)]  # clients without validation data cannot tell
-            found.append(sum(values) / len(values) if values else nan)
-        return found
+            scores.append(sum(values) / len(values) if values else nan)
+        return scores
 
     # -- pre-training --------------------------------------------------------------------------------------------------
     def _pretrain(self, server: Server, available: Sequence[str]) -> Steps:

@@ -128,10 +128,10 @@ class PLayerFL(Stackable):
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str] | None:
         """Return all entries outside the personal layers; everything travels before p is known."""
-        own = server.state.get(self.key, {})
-        if "personal" not in own:
+        server_state = server.state.get(self.key, {})
+        if "personal" not in server_state:
             return None
-        personal = set(own["personal"])
+        personal = set(server_state["personal"])
         return [name for name in server.kinds if name not in personal]
 
     def plan_round(self, server: Server) -> Plan:
@@ -150,24 +150,24 @@ class PLayerFL(Stackable):
     # -- the decision ------------------------------------------------------------------------------------------------
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse another number of sensitivities than the model has pieces."""
-        if found := update.extras.get(self.key):
-            refuse_classes(found["order"], known := len(pieces(server.module)), "piece")
-            if len(found["order"]) != known:
-                raise ValueError(f"it has sensitivities of {len(found['order'])} pieces, and the model has {known}")
+        if extras := update.extras.get(self.key):
+            refuse_classes(extras["order"], count := len(pieces(server.module)), "piece")
+            if len(extras["order"]) != count:
+                raise ValueError(f"it has sensitivities of {len(extras['order'])} pieces, and the model has {count}")
 
     def on_update(self, server: Server, update: Update) -> None:
         """Collect F's terms. If clients meet the layers in different orders, the first client's order holds."""
         extras = update.extras.get(self.key)
         if extras:
-            own = server.state.get(self.key, {"clients": {}, "order": extras["order"]})
-            server.state[self.key] = {**own, "clients": {**own["clients"], update.client: extras["sensitivity"]}}
+            state = server.state.get(self.key, {"clients": {}, "order": extras["order"]})
+            server.state[self.key] = {**state, "clients": {**state["clients"], update.client: extras["sensitivity"]}}
 
     def sensitivities(self, server: Server) -> dict[str, Sensitivity]:
         """Return F of each client that took part in round 1."""
-        own, module = server.state[self.key], server.module
+        server_state, module = server.state[self.key], server.module
         return {
-            client: Sensitivity.of_sent(module, terms, own["order"], weights_only=self.weights_only)
-            for client, terms in own["clients"].items()
+            client: Sensitivity.of_sent(module, piece_sums, server_state["order"], weights_only=self.weights_only)
+            for client, piece_sums in server_state["clients"].items()
         }
 
     def sensitivity(self, server: Server) -> Sensitivity:

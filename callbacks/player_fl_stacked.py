@@ -48,11 +48,11 @@ class StackedSensitivities(StackHooks):
         self._stop_watching()
         if not turn.gradients or not any(self._probes(row) for row in turn.numbers):
             return
-        terms = {self._names[name]: _squares(turn.parameters[name], turn.gradients[name]) for name in turn.gradients}
+        squares = {self._names[name]: _squares(turn.parameters[name], turn.gradients[name]) for name in turn.gradients}
         stepped = {self._names[name] for name in turn.parameters}
         for place, row in enumerate(turn.numbers):
             if self._probes(row):
-                self._records[row].add_terms({name: values[place] for name, values in terms.items()}, stepped)
+                self._records[row].add_terms({name: values[place] for name, values in squares.items()}, stepped)
 
     def _probes(self, row: int) -> bool:
         return row in self._records and self._trainees[row].epoch == 0

@@ -53,10 +53,10 @@ class PrivateLR(FederatedCallback):
             )
         for optimizer in setup.optimizers:
             if type(optimizer) not in PROPORTIONAL:
-                known = ", ".join(kind.__name__ for kind in PROPORTIONAL)
+                proportional_kinds = ", ".join(kind.__name__ for kind in PROPORTIONAL)
                 raise ValueError(
-                    f"PrivateLR scales the steps of {known}; those of {type(optimizer).__name__} may not be proportional to "
-                    "the learning rate. Use one of these, or give the module's optimizer parameter groups."
+                    f"PrivateLR scales the steps of {proportional_kinds}; those of {type(optimizer).__name__} may not be "
+                    "proportional to the learning rate. Use one of these, or give the module's optimizer parameter groups."
                 )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -56,7 +56,7 @@ class QFedAvg(FederatedCallback):
     * Deployed: the global model `w`.
 
     `L` is 1 over the learning rate: the mean over all steps of the round, so that schedules are followed. With momentum or
-    Adam a change is no sum of gradients times it; a warning says so. Steps get shorter with `q`: one client alone moves by
+    Adam a change is not a sum of gradients times it; a warning says so. Steps get shorter with `q`: one client alone moves by
     `F / (F + q eta ||dw||^2)` of its change, and by less the more steps its visit has. On digits over ten clients
     (ten rounds of about 18 steps, three seeds) accuracy is 0.877 at `q = 0`, 0.872 at 0.01, 0.794 at 0.1 and 0.405 at 1;
     with `lipschitz = 1 / (lr * steps)` it is 0.872 at 0.1 and 0.853 at 1.
@@ -130,16 +130,16 @@ class QFedAvg(FederatedCallback):
             return
         loss, old = self._loss(update), server.models[update.model]
         sums = server.state[self.key]["sums"]
-        own = sums.get(update.model) or {"reference": loss, "weights": 0.0, "bends": 0.0, "lr": 0.0, "steps": 0}
-        weight = self._weight(update, own["reference"])
+        model_sums = sums.get(update.model) or {"reference": loss, "weights": 0.0, "bends": 0.0, "lr": 0.0, "steps": 0}
+        weight = self._weight(update, model_sums["reference"])
         names = parameter_names(server, update.state)
         change = sum(float((widen(old[name]) - widen(update.state[name])).square().sum()) for name in names)
         added = {
-            "reference": own["reference"],
-            "weights": own["weights"] + weight,
-            "bends": own["bends"] + weight * change / loss,
-            "lr": own["lr"] + update.lr_sum,
-            "steps": own["steps"] + update.steps,
+            "reference": model_sums["reference"],
+            "weights": model_sums["weights"] + weight,
+            "bends": model_sums["bends"] + weight * change / loss,
+            "lr": model_sums["lr"] + update.lr_sum,
+            "steps": model_sums["steps"] + update.steps,
         }
         server.state[self.key] = {"sums": {**sums, update.model: added}}
 
@@ -147,15 +147,15 @@ class QFedAvg(FederatedCallback):
         """Return `F_k^q` relative to `reference^q`, times the client's samples if these count."""
         if not self.q:
             return self._weight(update, 0.0)
-        own = server.state[self.key]["sums"].get(update.model)
+        model_sums = server.state[self.key]["sums"].get(update.model)
         # the first update of a model is the reference, also for a callback before this one that asks for its weight
-        return self._weight(update, self._loss(update) if own is None else own["reference"])
+        return self._weight(update, self._loss(update) if model_sums is None else model_sums["reference"])
 
     def denominator(self, server: Server) -> float:
         """Return `sum_k h_k / L`: the core divides `sum_k F_k^q (w_k - w)` by it."""
-        own = server.state[self.key]["sums"][server.combining]
-        rate = 1.0 / self.lipschitz if self.lipschitz else own["lr"] / own["steps"]
-        return float(own["weights"] + (self.q / rate * own["bends"] if rate else 0.0))
+        model_sums = server.state[self.key]["sums"][server.combining]
+        rate = 1.0 / self.lipschitz if self.lipschitz else model_sums["lr"] / model_sums["steps"]
+        return float(model_sums["weights"] + (self.q / rate * model_sums["bends"] if rate else 0.0))
 
     def _weight(self, update: Update, reference: float) -> float:
         power = relative_power(self._loss(update), reference, self.q) if self.q else 1.0

@@ -63,9 +63,9 @@ def replaced_train_loader(trainer: Trainer, change: Callable[[Any], Any]) -> Cal
         return lambda: setattr(source, "instance", before)
     owner, name = source.instance, source.name
     method = getattr(owner, name)
-    own = vars(owner).get(name)
+    own_method = vars(owner).get(name)
     setattr(owner, name, lambda: change(method()))
-    return lambda: delattr(owner, name) if own is None else setattr(owner, name, own)
+    return lambda: delattr(owner, name) if own_method is None else setattr(owner, name, own_method)
 
 
 SURE = 3.0
@@ -128,7 +128,7 @@ class SampleDP(TrainingData, Private):
 
     * each record of the client falls into the batch with probability ``q = 1 / batches of an epoch``;
     * the gradient of each record, over all that is trained, is cut to length ``C``: ``g_i min(1, C / ||g_i||)``;
-    * the optimizer gets ``(sum_i g_i + z C N(0, I)) / (q n)`` in the place of the gradient; a batch of nobody is noise.
+    * the optimizer gets ``(sum_i g_i + z C N(0, I)) / (q n)`` instead of the gradient; a batch of nobody is noise.
 
     With ``unit="patient"`` all of this is by patient: a patient falls into the batch with the records it has, `most` at most;
     ``g_i`` is the mean gradient of these, and ``n`` the number of patients. The data module has to know whose a record is
@@ -161,7 +161,7 @@ class SampleDP(TrainingData, Private):
             the data, over all these runs, which have to divide them alike. Needed at sites. `None`: a run counts alone, in
             its folder. Either counts every visit that was carried out, taken in or not; a run that writes no files counts
             those that were taken in. A run whose steps are gone from the ledger ends.
-        noise_seed: A fixed seed in the place of the secret, for tests. The run is **not private**, and says so.
+        noise_seed: A fixed seed instead of the secret, for tests. The run is **not private**, and says so.
         unit: What is hidden: each ``"record"``, or each ``"patient"`` with all records.
         most: With ``unit="patient"``, records of a patient in a batch at most. Any number is private; more cost more memory.
         scores: ``"in the clear"``: scores on validation data leave clients.
@@ -231,8 +231,8 @@ class SampleDP(TrainingData, Private):
     def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
         """Refuse them if the ledger's `epsilon` is spent, or not whole where a run solves for the noise that spends it."""
         if self.ledger is not None:
-            alike = [one for one, _ in runs if isinstance(one, SampleDP) and one.ledger == self.ledger]
-            solved = sum(not one.noise_multiplier for one in alike)
+            alike = [dp for dp, _ in runs if isinstance(dp, SampleDP) and dp.ledger == self.ledger]
+            solved = sum(not dp.noise_multiplier for dp in alike)
             before = max(map(self.epsilon_of, spent_in(self.ledger)), default=0.0)
             self.refuse_beyond(math.inf if solved + (before > 0) > 1 and solved else before, len(alike))
 
@@ -278,9 +278,9 @@ class SampleDP(TrainingData, Private):
         address = f"{client.scratch[self.key]}|{client.phase.name}"
         groups = patients_of(client) if self.unit == "patient" else None
         secret = client.state[self.key]["secret"]
-        made, self._sampler = poisson_loader(loader, self.key, secret, address, groups, self.most)
+        batches, self._sampler = poisson_loader(loader, self.key, secret, address, groups, self.most)
         self._began = all_of(client.module)
-        return made
+        return batches
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the hooks, and raise ValueError if the budget does not last for this fit."""
@@ -315,7 +315,7 @@ class SampleDP(TrainingData, Private):
             self._fit.try_batch(batch, self.key, SOME_VISITS if rarely else 1.0)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Put the private gradient in the place of the gradient."""
+        """Put the private gradient in place of the gradient."""
         if self._fit is not None:
             self._fit.privatise(optimizer)
 
@@ -342,7 +342,7 @@ class SampleDP(TrainingData, Private):
             return
         self._history = added(self._history, steps)
         if self.noise_seed is None:
-            taken = sum(one[-1] for one in self._history)
+            taken = sum(entry[-1] for entry in self._history)
             warn(
                 f"SampleDP: epsilon={self.epsilon_of(self._history):.4g} at delta={self.delta:g} for each record, after "
                 f"{taken} steps (noise_multiplier={fit.noise_multiplier:.4g}). Scores and logs are not covered."
@@ -385,13 +385,13 @@ class SampleDP(TrainingData, Private):
             return Ledger(None if folder is None else str(folder), "privacy", secret)
         data, units = ("data", 0) if client is None else (client, units)
         records, patients = (Ledger(self.ledger, f"{data}{of}", secret, units) for of in ("", " by patient"))
-        own, other = (records, patients) if self.unit == "record" else (patients, records)
+        ledger, other = (records, patients) if self.unit == "record" else (patients, records)
         if other.path is not None and other.path.exists():
             raise ValueError(
                 f"The ledger {self.ledger} counts runs on these data by the other unit than {self.unit}, and the two do not "
                 "add up. Take the same unit."
             )
-        return own
+        return ledger
 
     def _before(self, history: Steps, others: Steps) -> Steps:
         """Return what was spent before a visit: what the file has, or what the client remembers if that is more.
@@ -430,7 +430,7 @@ class SampleDP(TrainingData, Private):
             ValueError: If there is no room.
         """
         with file.held([steps], name) as others:
-            again = [one for other, taken in file.releases.items() if other != name for one in taken]
+            again = [step for other, taken in file.releases.items() if other != name for step in taken]
             if again and not self.fits([*self._before(history, others), *again, steps]):
                 raise ValueError(
                     "SampleDP: a visit that is done again comes out differently, and both would exceed epsilon="
@@ -472,12 +472,12 @@ class SampleDP(TrainingData, Private):
     # -- the server ----------------------------------------------------------------------------------------------------
     def on_update(self, server: Server, update: Update) -> None:
         """Note what a client has spent."""
-        said = update.extras.get(self.key)
-        if said is not None:
+        extras = update.extras.get(self.key)
+        if extras is not None:
             kept = server.state[self.key]
-            ended = self.epsilon is not None and not int(said["left"])
+            ended = self.epsilon is not None and not int(extras["left"])
             over = [*kept["over"], update.client] if ended else kept["over"]
-            spent = kept["epsilon"] | {update.client: float(said["epsilon"])}
+            spent = kept["epsilon"] | {update.client: float(extras["epsilon"])}
             server.state[self.key] = kept | {"epsilon": spent, "over": over}
 
     def on_round_end(self, server: Server) -> None:
@@ -489,9 +489,9 @@ class SampleDP(TrainingData, Private):
     def _write(self, server: Server, kept: Mapping[str, Any]) -> None:
         if server.run_dir is not None and kept["epsilon"]:
             spent = dict(kept["epsilon"])
-            told = self.told(server, f"{self.unit} of a client", max(spent.values()), epsilon_by_client=spent)
-            also = [one.promise for one in server.callbacks if isinstance(one, SumCodec) and one.promise]
-            write_told(server.run_dir, told | {"also": also})
+            report = self.told(server, f"{self.unit} of a client", max(spent.values()), epsilon_by_client=spent)
+            also = [codec.promise for codec in server.callbacks if isinstance(codec, SumCodec) and codec.promise]
+            write_told(server.run_dir, report | {"also": also})
 
     def on_federation_end(self, server: Server) -> None:
         """Say what was spent, by visits too that were not taken in: late ones, and those under way at the end."""
@@ -532,8 +532,8 @@ class SampleDP(TrainingData, Private):
             warn(self.known_noise)
 
         def poisson(loader: Any) -> DataLoader[Any]:
-            made, self._sampler = poisson_loader(loader, self.key, self._secret, "batches")
-            return made
+            batches, self._sampler = poisson_loader(loader, self.key, self._secret, "batches")
+            return batches
 
         self._undo.append(replaced_train_loader(trainer, poisson))
         self._began = all_of(pl_module)

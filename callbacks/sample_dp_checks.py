@@ -6,6 +6,7 @@ What SampleDP asks of a fit: how many steps it will take, and whose records are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from string import Formatter
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from fedlightning.callbacks.shared.spending import merged
 
 def added(history: Steps, steps: Sequence[float]) -> list[list[float]]:
     """Return a history with more steps; those of one noise and rate are counted together."""
-    return [list(one) for one in merged([*history, steps])]
+    return [list(step) for step in merged([*history, steps])]
 
 
 def count(client: Client, key: str, steps: Sequence[float]) -> None:
@@ -59,7 +60,7 @@ def try_records(module: LightningModule, trainer: Any, owner: str) -> None:
     with isolated(0, owner):
         few = [loader.dataset[place] for place in range(min(FEW, len(loader.dataset)))]
     batches = []
-    for records in (few, *([one] for one in few[: FEW - 1])):
+    for records in (few, *([record] for record in few[: FEW - 1])):
         with isolated(0, owner, "batch"):
             batches.append(probes.move_batch(module, convert(loader.collate_fn(records))))
     refuse_mixed_records(module, batches[0], owner, alone=batches[1:])
@@ -106,7 +107,7 @@ def refuse_uncovered(owner: FederatedCallback, setup: Setup, solves: bool, unit:
     Raises:
         ValueError: With a way out.
     """
-    for other in (one for one in setup.callbacks if one is not owner):
+    for other in (part for part in setup.callbacks if part is not owner):
         up = {} if isinstance(other, UpdateCodec) else other.wire(setup.module).up  # a code is of what is covered
         by_class = [name for name, spec in up.items() if Extra.of(spec).by_class]
         if by_class and unit == "patient":
@@ -150,10 +151,10 @@ def refuse_finders(callbacks: Iterable[Callback]) -> None:
     Raises:
         ValueError: Naming one.
     """
-    for one in callbacks:
-        if isinstance(one, LearningRateFinder | BatchSizeFinder):
+    for part in callbacks:
+        if isinstance(part, LearningRateFinder | BatchSizeFinder):
             raise ValueError(
-                f"{type(one).__name__} takes steps on training data that SampleDP neither covers with noise nor counts. "
+                f"{type(part).__name__} takes steps on training data that SampleDP neither covers with noise nor counts. "
                 "Choose the value on data that need no protection, and remove one of the two."
             )
 
@@ -241,18 +242,18 @@ def refuse_monitors(trainer: Any, module: LightningModule, drop: bool) -> Callab
     Returns:
         Puts back the `log` that was there.
     """
-    plateaus = [one.monitor for one in trainer.lr_scheduler_configs if one.reduce_on_plateau]
-    monitored = {
-        str(name) for name in (*plateaus, *(getattr(one, "monitor", None) for one in trainer.callbacks)) if name
-    }
+    plateaus = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    watching = [(getattr(part, "monitor", None), getattr(part, "filename", None) or "") for part in trainer.callbacks]
+    in_names = [field for _, filename in watching for _, field, _, _ in Formatter().parse(filename)]
+    monitored = {str(name) for name in (*plateaus, *(monitor for monitor, _ in watching), *in_names) if name}
     log, before = module.log, vars(module).get("log")
 
     def checked(name: str, *values: Any, **options: Any) -> None:
-        found = monitored & {name, f"{name}_step", f"{name}_epoch"} if trainer.training else ()
-        for monitor in found:
+        logged_monitors = monitored & {name, f"{name}_step", f"{name}_epoch"} if trainer.training else ()
+        for monitor in logged_monitors:
             raise ValueError(
-                f"A scheduler, EarlyStopping or ModelCheckpoint goes by '{monitor}', which training logs, and its numbers "
-                "have no noise. Let it go by a metric that only validation logs, or leave it out."
+                f"A scheduler, EarlyStopping or ModelCheckpoint (or its filename) goes by '{monitor}', which training logs, "
+                "and its numbers have no noise. Let it go by a metric that only validation logs, or leave it out."
             )
         if not (drop and trainer.training):
             log(name, *values, **options)

@@ -55,7 +55,7 @@ class SCAFFOLD(FederatedCallback):
     * Deployed: the global model ``x``.
 
     Args:
-        option: 1 or 2 (default). Option II needs SGD, with or without momentum. With Adam ``x - y`` is no sum of
+        option: 1 or 2 (default). Option II needs SGD, with or without momentum. With Adam ``x - y`` is not a sum of
             gradients, and with a momentum that goes on from visit to visit it holds gradients of earlier corrections:
             both are refused, and option I takes any optimizer.
         server_lr: Server learning rate ``eta_s``. Default 1 (paper).
@@ -147,12 +147,12 @@ class SCAFFOLD(FederatedCallback):
 
     def _join(self, server: Server, clients: Sequence[str]) -> None:
         """Set `c <- c sum_old p_i / sum_all p_i`: it stays the mean of all `c_i`, and those of new clients are 0."""
-        own = server.state.get(self.key)
-        if own:
+        state = server.state.get(self.key)
+        if state:
             weights = _weights(server)
             before = sum(weight for client, weight in weights.items() if client not in clients)
             share = before / sum(weights.values())
-            server.state[self.key] = {**own, "c": {name: share * value for name, value in own["c"].items()}}
+            server.state[self.key] = {**state, "c": {name: share * value for name, value in state["c"].items()}}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send ``c`` of the entries that travel."""
@@ -161,8 +161,8 @@ class SCAFFOLD(FederatedCallback):
     def on_visit_start(self, client: Client) -> None:
         """Start a new client with ``c_i = 0``. Option I takes its gradient at ``x`` now."""
         c = client.message.extras[self.key]["c"]
-        own = client.state.setdefault(self.key, {})
-        own["c"] = zeros_like(c) | own.get("c", {})
+        client_state = client.state.setdefault(self.key, {})
+        client_state["c"] = zeros_like(c) | client_state.get("c", {})
         if self.option == 1:
             client.scratch[self.key] = client.gradient(split="train")
         elif not client.is_unbuilt:  # another callback may have made training start elsewhere than from x
@@ -182,10 +182,10 @@ class SCAFFOLD(FederatedCallback):
             ValueError: If option II meets a parameter that another optimizer than SGD has moved (one that is only known
                 while training runs; :meth:`check` finds the others).
         """
-        own = client.state.get(self.key)
-        if not client.contributed or own is None:
+        client_state = client.state.get(self.key)
+        if not client.contributed or client_state is None:
             return
-        c, old = client.message.extras[self.key]["c"], own["c"]
+        c, old = client.message.extras[self.key]["c"], client_state["c"]
         if self.option == 1:
             new = {name: client.scratch[self.key].get(name, old[name]) for name in c}
         else:
@@ -209,16 +209,16 @@ class SCAFFOLD(FederatedCallback):
         """
         delta = update.extras.get(self.key, {}).get("delta_c")
         if delta:
-            own = server.state.setdefault(self.key, {"c": self._variates(server)})
-            total = own.get("sum", zeros_like(own["c"]))
-            own["sum"] = add(total, delta, alpha=_weights(server)[update.client])
+            server_state = server.state.setdefault(self.key, {"c": self._variates(server)})
+            total = server_state.get("sum", zeros_like(server_state["c"]))
+            server_state["sum"] = add(total, delta, alpha=_weights(server)[update.client])
 
     def on_reduced(self, server: Server, state: State) -> State:
         """Set ``c <- c + sum_i p_i Delta c_i``, where the ``p_i`` of all clients add up to 1."""
-        own = server.state.get(self.key, {})
-        if "sum" in own:
+        server_state = server.state.get(self.key, {})
+        if "sum" in server_state:
             whole = sum(_weights(server).values())
-            server.state[self.key] = {"c": add(own["c"], own["sum"], alpha=1.0 / whole)}
+            server.state[self.key] = {"c": add(server_state["c"], server_state["sum"], alpha=1.0 / whole)}
         return state
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:

@@ -45,7 +45,7 @@ from fedlightning.tensors.memory import PIECE
 
 
 def refuse_unfit(setup: Setup, clip: float, bits: int, least: int) -> None:
-    """Refuse rounds of too few clients, sums that could overflow, and entries that are no numbers to add up.
+    """Refuse rounds of too few clients, sums that could overflow, and entries that are not numbers to add up.
 
     Args:
         setup: The federation.
@@ -118,7 +118,7 @@ class SecureAggregation(SumCodec):
     **Against whom**: a server that follows the protocol and looks at all that it gets, in a simulation. A server that lies
     about who is there is not countered (there are no signed keys, no consistency round), so that sites are refused. The
     server still sees sample counts (weights), who took part, scores and logged numbers; and the sum itself, which may tell of
-    a client: it is no differential privacy. :class:`~fedlightning.callbacks.SampleDP` beside it is: an update has all of its
+    a client: it is not differential privacy. :class:`~fedlightning.callbacks.SampleDP` beside it is: an update has all of its
     noise before it is masked, so that epsilon is the same with and without masks; so is ``ClientDP(where="masked")``.
 
     **What the server cannot check any more**: finite numbers and lengths of single updates (`failures.update_limit`). A
@@ -263,9 +263,9 @@ class SecureAggregation(SumCodec):
 
     def _keep(self, server: Server, **values: Any) -> None:
         """Keep what the next step needs, and of the one before only whether the user was told of what is cut."""
-        own = server.state.pop(self.key, {})
-        if values or "told" in own:
-            server.state[self.key] = {name: own[name] for name in ("told",) if name in own} | values
+        server_state = server.state.pop(self.key, {})
+        if values or "told" in server_state:
+            server.state[self.key] = {name: server_state[name] for name in ("told",) if name in server_state} | values
 
     def _of(self, answers: Iterable[Update]) -> dict[str, Mapping[str, Any]]:
         """Return what those clients sent whose updates are good."""
@@ -283,7 +283,7 @@ class SecureAggregation(SumCodec):
 
     def _needed(self, server: Server, asked: Sequence[str]) -> int:
         """Return how many have to stay: the threshold, or as many as the noise of the sum takes."""
-        shares = (one.shares or 0 for one in server.callbacks if isinstance(one, Private))
+        shares = (protection.shares or 0 for protection in server.callbacks if isinstance(protection, Private))
         return max(self.survivors(len(asked)), *shares, 0)
 
     def _refuse_few(
@@ -321,7 +321,7 @@ class SecureAggregation(SumCodec):
             )
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse entries in the clear, and what are no masked integers, keys or shares.
+        """Refuse entries in the clear, and what are not masked integers, keys or shares.
 
         Raises:
             ValueError: With what is wrong.
@@ -330,9 +330,9 @@ class SecureAggregation(SumCodec):
             raise ValueError("it holds entries in the clear beside SecureAggregation")
         sent, came = update.extras.get(self.key, {}), message.extras.get(self.key, {})
         if message.tag in (SHARES, OPEN):
-            found = sent[message.tag]
+            shares = sent[message.tag]
             asked = set(came["there"]) if message.tag == OPEN else {*came["keys"]} - {message.client}
-            if set(found) != asked or any(one.dtype != torch.uint8 or one.dim() != 1 for one in found.values()):
+            if set(shares) != asked or any(share.dtype != torch.uint8 or share.dim() != 1 for share in shares.values()):
                 raise ValueError(f"its shares are not bytes for each of {len(asked)} clients")
         if message.tag == KEYS and (sent[KEYS].dtype != torch.uint8 or len(sent[KEYS]) != masking.ADVERTISED):
             raise ValueError(f"what it advertises are not {masking.ADVERTISED} bytes")
@@ -344,15 +344,15 @@ class SecureAggregation(SumCodec):
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Return the model moved by the mean change: the sum of the masked integers without its masks."""
-        own = server.state.get(self.key, {})
+        server_state = server.state.get(self.key, {})
         self._keep(server)
-        if "opened" not in own:
+        if "opened" not in server_state:
             return {}
         masked = {update.client: from_wire(update.extras[self.key]["masked"], self.bits) for update in updates}
-        total = masking.opened_sum(masked, own["keys"], own["shares"], own["opened"])
-        point = FixedPoint(self.clip, self.bits, len(own["shares"]))
+        total = masking.opened_sum(masked, server_state["keys"], server_state["shares"], server_state["opened"])
+        point = FixedPoint(self.clip, self.bits, len(server_state["shares"]))
         self._tell(server, point.clipped(total, len(masked)))
-        came = sum(own["shares"][update.client] for update in contributors(updates))
+        came = sum(server_state["shares"][update.client] for update in contributors(updates))
         old = {name: server.model[name] for name in self._entries(server)}
         return add_row(old, point.decode(total) / came)
 
@@ -393,7 +393,7 @@ class SecureAggregation(SumCodec):
         update.extras[self.key] = {message.tag: sent}
 
     def encode(self, client: Client, update: Update) -> None:
-        """Put masked integers in the place of all entries.
+        """Put masked integers in place of all entries.
 
         Raises:
             ValueError: If nothing was agreed that would mask them, or a number is not finite.

@@ -30,7 +30,7 @@ class FederatedEarlyStopping(ModelSelection):
     """End the federation when the clients' validation scores have not improved for `patience` evaluations.
 
     Scores are compared client by client with those of the best evaluation so far, over the clients that have both: one
-    that could not be scored, or whose metric is undefined, changes no mean. An infinite or NaN loss is no improvement.
+    that could not be scored, or whose metric is undefined, changes no mean. An infinite or NaN loss is not an improvement.
     One more round follows, so that it is known to be the last: methods that treat their last round in another way, test
     scores of stage L2 and jobs in flight are as in any run. Terminal, `summary.json` and report say why it ended. What is
     exported is what checkpoint callbacks have kept (`LocalCheckpoint`, `GlobalCheckpoint`):
@@ -87,14 +87,14 @@ class FederatedEarlyStopping(ModelSelection):
         Raises:
             ValueError: If validation does not give the monitored metric.
         """
-        found = self._values(server)
-        if not found:
+        scores = self._values(server)
+        if not scores:
             return
         kept = server.state.get(self.key, {})
         best: Values = kept.get("values", {})
         broken = not any(map(math.isfinite, best.values()))  # nothing to compare with: whatever is finite is better
-        if not best or (broken and any(map(math.isfinite, found.values()))) or self.better(found, best):
-            server.state[self.key] = {"values": found, "round": server.round + 1, "waited": 0}
+        if not best or (broken and any(map(math.isfinite, scores.values()))) or self.better(scores, best):
+            server.state[self.key] = {"values": scores, "round": server.round + 1, "waited": 0}
             return
         waited = kept["waited"] + 1
         server.state[self.key] = kept | {"waited": waited}
@@ -111,15 +111,15 @@ class FederatedEarlyStopping(ModelSelection):
                 after=1,
             )
 
-    def better(self, found: Values, than: Values) -> bool:
+    def better(self, scores: Values, than: Values) -> bool:
         """Return whether scores are better than others, over the clients that have both.
 
         Args:
-            found: Values by client.
+            scores: Values by client.
             than: Values by client, of the best evaluation so far.
         """
         sign = -1.0 if self.mode == "min" else 1.0
-        now = {client: sign * found[client] for client in found if client in than and math.isfinite(than[client])}
+        now = {client: sign * scores[client] for client in scores if client in than and math.isfinite(than[client])}
         now = {client: value for client, value in now.items() if not (self.mode == "max" and math.isnan(value))}
         before = {client: sign * than[client] for client in now}
         if not now or not all(map(math.isfinite, now.values())):
@@ -138,17 +138,17 @@ class FederatedEarlyStopping(ModelSelection):
                 f"FederatedEarlyStopping goes by scores of stage {self.stage}, and this run has those of "
                 f"{', '.join(stages)}. Set stage=... to one that is scored, or add it to evaluation.stages."
             )
-        known = {metric for _, *place, metric in server.scores if tuple(place) == scored}
-        return monitor_of(self, known) if known else self.monitor
+        metrics = {metric for _, *place, metric in server.scores if tuple(place) == scored}
+        return monitor_of(self, metrics) if metrics else self.monitor
 
     def _values(self, server: Server) -> dict[str, float]:
         """Return the monitored value of every client of this round; none in a round that is not evaluated."""
-        found = server.score(self._monitored(server), stage=self.stage)
+        scores = server.score(self._monitored(server), stage=self.stage)
         fewest = self.min_samples if self.criterion == "worst client" else 0
-        values = {client: value for client, (value, size) in found.items() if size >= fewest}
-        if found and not values:
+        values = {client: value for client, (value, size) in scores.items() if size >= fewest}
+        if scores and not values:
             warn(
-                f"FederatedEarlyStopping(criterion='worst client') will not end the run: none of {len(found)} clients has "
+                f"FederatedEarlyStopping(criterion='worst client') will not end the run: none of {len(scores)} clients has "
                 f"min_samples={self.min_samples} validation samples. Lower it, or use criterion='mean'."
             )
         return values
@@ -209,5 +209,5 @@ class Budget(FederatedCallback):
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return math.fsum(found) / len(found)
+    numbers = list(values)
+    return math.fsum(numbers) / len(numbers)

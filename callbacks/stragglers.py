@@ -44,7 +44,7 @@ class Stragglers(ClientSelection):
 
     @property
     def facts(self) -> Facts:
-        """Stragglers may be left out; who is at work in an asynchronous loop is no draw of a round."""
+        """Stragglers may be left out; who is at work in an asynchronous loop is not a draw of a round."""
         away = {Change.ABSENCE} if not self.keep and self.share > 0 else set()
         return Facts(changes=away, mixes_architectures=True, asynchronous=False)
 

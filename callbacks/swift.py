@@ -145,5 +145,5 @@ def _averaged(server: Server, others: list[tuple[float, State]], x: State, y: St
     weights = torch.tensor([[1.0 - sum(theirs), *theirs]], dtype=torch.float64)
     parameters = [name for name in names if server.kinds[name] == "trainable"]
     statistics = [name for name in names if server.kinds[name] == "float_buffer"]
-    found = mixed(weights, [x, *states], parameters, added=[(y, x)])[0]
-    return found | mixed(weights, [y, *states], statistics)[0]
+    mixed_parameters = mixed(weights, [x, *states], parameters, added=[(y, x)])[0]
+    return mixed_parameters | mixed(weights, [y, *states], statistics)[0]

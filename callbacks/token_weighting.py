@@ -13,7 +13,7 @@ from fedlightning.algorithm import Client, Extra, FederatedCallback, Server, Set
 class TokenWeighting(FederatedCallback):
     """Weighs each client in the mean by the target tokens of its training batches, not by its samples.
 
-    For language models, whose loss is a mean over tokens: texts differ in length, and labels of -100 are no targets. Put it
+    For language models, whose loss is a mean over tokens: texts differ in length, and labels of -100 are not targets. Put it
     beside a method that leaves the weighting open (``weighting=None``), such as :class:`FedIT`, or alone, which is
     :class:`FedAvg`. Up: the number of tokens. The module says what a batch holds (``count_tokens``, as ``HFModule`` does).
 

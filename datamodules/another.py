@@ -34,17 +34,17 @@ def share_of(owner: Any, public: Any, fraction: float) -> float:
         return fraction
     is_number = isinstance(public, int | float) and not isinstance(public, bool)
     if fraction and not (is_number and public == fraction):
-        given = public if is_number else type(public).__name__
-        raise ValueError(f"{name} got public={given} and public_fraction={fraction}; give one of them.")
+        described = public if is_number else type(public).__name__
+        raise ValueError(f"{name} got public={described} and public_fraction={fraction}; give one of them.")
     if is_number:
         if not 0 <= public < 1:
             raise ValueError(f"{name} got public={public}. Use a share of every client's training samples in [0, 1).")
         return float(public)
     if isinstance(public, type | str | bool) or not is_data_set(public):
-        given = f"the class {public.__name__}" if isinstance(public, type) else repr(public)
+        described = f"the class {public.__name__}" if isinstance(public, type) else repr(public)
         raise ValueError(
-            f"{name} got public={given}; give a share of every client's training samples (0.1), a map-style Dataset, or a "
-            "LightningDataModule."
+            f"{name} got public={described}; give a share of every client's training samples (0.1), a map-style Dataset, or "
+            "a LightningDataModule."
         )
     return 0.0
 
@@ -62,8 +62,8 @@ def is_data_set(value: Any) -> bool:
 def loader_of(dataset: Any, positions: Any, options: Mapping[str, Any], seed: int, labels: bool) -> DataLoader[Any]:
     """Return a loader of some samples of a dataset as public data, with or without their labels."""
     collate = options["collate_fn"] or collate_rows
-    made = {**options, "collate_fn": collate if labels else Unlabelled(collate)}
-    return DataLoader(IndexView(dataset, positions), generator=generator(seed, "workers", "public"), **made)
+    loader_options = {**options, "collate_fn": collate if labels else Unlabelled(collate)}
+    return DataLoader(IndexView(dataset, positions), generator=generator(seed, "workers", "public"), **loader_options)
 
 
 @dataclass
@@ -89,18 +89,18 @@ class Another:
 
 def another(owner: Any, public: Any, options: Mapping[str, Any], splits: Mapping[str, Any], seed: int) -> Another:
     """Read another data set, and leave out what a client holds too."""
-    own, name = type(owner).__name__, type(public).__name__
-    made = dict(options)
+    owner_name, name = type(owner).__name__, type(public).__name__
+    loader_options = dict(options)
     dataset: Any = public
     if isinstance(public, LightningDataModule):
         loader = _training_loader(public, seed)
         if not isinstance(loader, DataLoader):
             raise ValueError(
-                f"{own} got public={name}, whose training loader is a {type(loader).__name__}; give a data module with one "
-                "torch DataLoader."
+                f"{owner_name} got public={name}, whose training loader is a {type(loader).__name__}; give a data module "
+                "with one torch DataLoader."
             )
         dataset = loader.dataset
-        made = {
+        loader_options = {
             "batch_size": loader.batch_size or options["batch_size"],
             "collate_fn": loader.collate_fn,
             "num_workers": loader.num_workers,
@@ -110,10 +110,10 @@ def another(owner: Any, public: Any, options: Mapping[str, Any], splits: Mapping
         what = (
             "an iterable data set, whose samples have no position" if isinstance(dataset, IterableDataset) else "empty"
         )
-        raise ValueError(f"{own} got public={name}, which is {what}; give a map-style Dataset with samples.")
-    found = Another(dataset, np.arange(len(dataset)), name, made)
-    _leave_out(owner, found, splits, options)
-    return found
+        raise ValueError(f"{owner_name} got public={name}, which is {what}; give a map-style Dataset with samples.")
+    public_set = Another(dataset, np.arange(len(dataset)), name, loader_options)
+    _leave_out(owner, public_set, splits, options)
+    return public_set
 
 
 def _training_loader(public: LightningDataModule, seed: int) -> Any:
@@ -131,44 +131,45 @@ def _training_loader(public: LightningDataModule, seed: int) -> Any:
     return loader[0] if isinstance(loader, list | tuple) and len(loader) == 1 else loader
 
 
-def _leave_out(owner: Any, found: Another, splits: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def _leave_out(owner: Any, public_set: Another, splits: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Take out the samples whose inputs are, bit for bit, those of a client's sample of any split."""
     if owner.wanted_statistics is not None:  # the clients' inputs are not known yet
         return
-    own = type(owner).__name__
-    held = {name: _held(split.indices) for name, split in splits.items()}
-    sizes = [(split.dataset, len(held[name])) for name, split in splits.items()]
-    if not all(is_cheap(dataset, count) for dataset, count in [*sizes, (found.dataset, len(found.dataset))]):
+    owner_name = type(owner).__name__
+    rows = {name: _held(split.indices) for name, split in splits.items()}
+    sizes = [(split.dataset, len(rows[name])) for name, split in splits.items()]
+    if not all(is_cheap(dataset, count) for dataset, count in [*sizes, (public_set.dataset, len(public_set.dataset))]):
         return
-    public = digests(found.dataset, found.positions, found.options.get("collate_fn") or collate_rows)
+    public = digests(public_set.dataset, public_set.positions, public_set.options.get("collate_fn") or collate_rows)
     if public is None:
         return
-    known, stays = set(public), np.ones(len(public), dtype=bool)
+    public_digests, stays = set(public), np.ones(len(public), dtype=bool)
     for name in (name for name in SPLITS if name in splits):
         split = splits[name]
         theirs = digests(
-            split.dataset, held[name], split.loader.get("collate_fn") or options.get("collate_fn") or collate_rows
+            split.dataset, rows[name], split.loader.get("collate_fn") or options.get("collate_fn") or collate_rows
         )
         if theirs is None:
-            found.left_out.clear()
+            public_set.left_out.clear()
             return
-        shared = known.intersection(theirs)
-        of_split = np.array([one in shared for one in public])
+        shared = public_digests.intersection(theirs)
+        of_split = np.array([digest in shared for digest in public])
         if of_split.any():
-            found.left_out[name] = int(of_split.sum())
+            public_set.left_out[name] = int(of_split.sum())
         stays &= ~of_split
-    found.checked, found.positions = True, found.positions[stays]
-    if not found.left_out:
+    public_set.checked, public_set.positions = True, public_set.positions[stays]
+    if not public_set.left_out:
         return
-    where = ", ".join(f"{count} of {name}" for name, count in found.left_out.items())
+    where = ", ".join(f"{count} of {name}" for name, count in public_set.left_out.items())
     if not stays.any():
         raise ValueError(
-            f"{own} got public={found.name}, but a client holds every one of its {len(public)} samples ({where}), bit for "
-            "bit. Public data may not be a client's: give another data set, or public=0.1 to take a share from the clients."
+            f"{owner_name} got public={public_set.name}, but a client holds every one of its {len(public)} samples "
+            f"({where}), bit for bit. Public data may not be a client's: give another data set, or public=0.1 to take a "
+            "share from the clients."
         )
     rank_zero_warn(
-        f"{int((~stays).sum())} of the {len(public)} public samples of {found.name} are left out, since a client holds them "
-        f"too, bit for bit ({where}).",
+        f"{int((~stays).sum())} of the {len(public)} public samples of {public_set.name} are left out, since a client holds "
+        f"them too, bit for bit ({where}).",
         category=UserWarning,
     )
 

@@ -36,7 +36,7 @@ def suited(partitioner: Partitioner, labels: Mapping[str, np.ndarray | None], ow
         Traceback (most recent call last):
         ValueError: DirichletPartitioner divides samples by label, and the train data of Prices have no class labels...
     """
-    lacking = next((split for split, found in labels.items() if found is None), None)
+    lacking = next((split for split, array in labels.items() if array is None), None)
     if partitioner.needs != "labels" or lacking is None:
         return partitioner
     name, other = type(partitioner).__name__, partitioner.without_labels()
@@ -63,9 +63,9 @@ def some_rows(size: int, limit: int | None, seed: int, split: str) -> Tensor | N
 
 def given_groups(owner: object, partitioner: Partitioner, split: str, dataset: Any) -> np.ndarray:
     """Return each sample's group as `NaturalPartitioner(groups=...)` gives it."""
-    given = getattr(partitioner, "groups", None)
-    if given is not None and (found := read_keys(dataset, split, given)) is not None:
-        return found
+    source = getattr(partitioner, "groups", None)
+    if source is not None and (groups := read_keys(dataset, split, source)) is not None:
+        return groups
     raise ValueError(
         f"{type(owner).__name__} has no natural groups; use a partitioner that divides by label or by size, such as "
         "DirichletPartitioner."
@@ -139,8 +139,8 @@ def federate(
 def cut_off(train: Split, clients: Sequence[str], name: str, fraction: float, seed: int) -> Split:
     """Take a share of every client's training samples out of the training split, and return it as a split of its own."""
     pairs = [
-        cut_groups(np.asarray(held), fraction, generator(seed, "partition", name, client), train.labels, train.groups)
-        for client, held in zip(clients, train.indices, strict=True)
+        cut_groups(np.asarray(rows), fraction, generator(seed, "partition", name, client), train.labels, train.groups)
+        for client, rows in zip(clients, train.indices, strict=True)
     ]
     train.indices = [rest for rest, _ in pairs]
     return Split(train.dataset, [part for _, part in pairs], train.labels, groups=train.groups)
@@ -259,7 +259,7 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
                 "test": self._some(test, self.max_test, "test"),
             }
         labels = encode({split: self.labels(split, data) for split, data in datasets.items()})
-        if any(found is None for found in labels.values()):  # a few whole numbers in one part alone make no classes
+        if any(array is None for array in labels.values()):  # a few whole numbers in one part alone make no classes
             labels = dict.fromkeys(labels)
         self._divides = suited(self.partitioner, labels, type(self).__name__)
         keys = keys_for(self._divides, datasets, labels, self.groups)

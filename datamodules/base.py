@@ -214,10 +214,10 @@ class FederatedDataModule(LightningDataModule, ABC):
         This one is made of sizes and class counts, which every data module knows. Data held by index hash the indices
         and labels themselves.
         """
-        held = {
+        counts_by_client = {
             client: [self.num_samples(client, split), self.class_counts(client, split)] for client in self.client_ids
         }
-        return hashlib.sha256(json.dumps(held).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(counts_by_client).encode()).hexdigest()[:12]
 
     @property
     def common_batches(self) -> Mapping[str, Any] | None:
@@ -261,37 +261,37 @@ class FederatedDataModule(LightningDataModule, ABC):
 
 
 def whole_signature(kind: type) -> inspect.Signature:
-    """Return the arguments of a class, with those of its base in the place of `**options`.
+    """Return the arguments of a class, with those of its base instead of `**options`.
 
     Example:
         >>> from fedlightning.datamodules import DigitsDataModule
         >>> list(whole_signature(DigitsDataModule).parameters)[:5]
         ['partitioner', 'batch_size', 'flatten', 'split_seed', 'val_fraction']
     """
-    _, *own = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
-    if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
-        return inspect.Signature(own)
-    named = {parameter.name for parameter in own}
+    _, *parameters = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
+    if not parameters or parameters[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return inspect.Signature(parameters)
+    named = {p.name for p in parameters}
     inherited = inspect.signature(kind.__mro__[1]).parameters.values()
-    handed_on = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in inherited if one.name not in named]
-    return inspect.Signature([*own[:-1], *handed_on])
+    handed_on = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in inherited if p.name not in named]
+    return inspect.Signature([*parameters[:-1], *handed_on])
 
 
-def clients_here(owner: object, argument: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+def clients_here(owner: object, argument: str, wanted: Sequence[str] | None, clients: Sequence[str]) -> list[str]:
     """Return the natural clients whose data are here, in their order: all of them, or those that an argument names.
 
     Example:
         >>> from fedlightning.datamodules.base import clients_here
-        >>> clients_here("Hearts", "hospitals", ["va", "cleveland"], known=("cleveland", "va", "zurich"))
+        >>> clients_here("Hearts", "hospitals", ["va", "cleveland"], clients=("cleveland", "va", "zurich"))
         ['cleveland', 'va']
     """
-    names = list(known if given is None else map(str, given))
-    if not names or len(set(names)) < len(names) or not set(names) <= set(known):
+    names = list(clients if wanted is None else map(str, wanted))
+    if not names or len(set(names)) < len(names) or not set(names) <= set(clients):
         raise ValueError(
-            f"{type(owner).__name__} got {argument}={given!r}; give some of {', '.join(known)} as a list, each once, "
+            f"{type(owner).__name__} got {argument}={wanted!r}; give some of {', '.join(clients)} as a list, each once, "
             "or None for all."
         )
-    return [name for name in known if name in names]
+    return [name for name in clients if name in names]
 
 
 def refuse_drift(owner: object, source: object) -> None:
@@ -304,7 +304,7 @@ def refuse_drift(owner: object, source: object) -> None:
 
 
 def check_split(split: str) -> None:
-    """Refuse what is no split."""
+    """Refuse what is not a split."""
     if split not in SPLITS:
         raise ValueError(f"There is no split {split!r}; the splits are 'train', 'val' and 'test'.")
 

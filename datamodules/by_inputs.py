@@ -75,32 +75,32 @@ class EmbeddingPartitioner(Partitioner):
         Raises:
             ValueError: If there are fewer samples than clients, or all samples are alike.
         """
-        found = features_of(labels, self.features)
-        if len(found) < self.num_clients:
+        features = features_of(labels, self.features)
+        if len(features) < self.num_clients:
             raise ValueError(
-                f"EmbeddingPartitioner cannot give {self.num_clients} clients a sample each out of {len(found)}; use "
-                f"num_clients <= {len(found)}."
+                f"EmbeddingPartitioner cannot give {self.num_clients} clients a sample each out of {len(features)}; use "
+                f"num_clients <= {len(features)}."
             )
         ids = [str(client) for client in range(self.num_clients)]
         if self.method == "kmeans":
             from sklearn.cluster import KMeans
 
             seed = int(numpy_generator(generator).integers(2**31))
-            centres = KMeans(self.num_clients, random_state=seed, n_init=4).fit(found).cluster_centers_
+            centres = KMeans(self.num_clients, random_state=seed, n_init=4).fit(features).cluster_centers_
             plan = InputPlan(ids, self.features, centres=np.asarray(centres, dtype=np.float64))
         else:
-            mean = found.mean(axis=0)
-            direction = np.linalg.svd(found - mean, full_matrices=False)[2][0]
+            mean = features.mean(axis=0)
+            direction = np.linalg.svd(features - mean, full_matrices=False)[2][0]
             direction *= np.sign(direction[np.abs(direction).argmax()])  # the sign of a component means nothing
-            scores = np.sort((found - mean) @ direction)
+            scores = np.sort((features - mean) @ direction)
             cuts = scores[np.arange(1, self.num_clients) * len(scores) // self.num_clients]
             if len(np.unique(cuts)) < len(cuts):
                 raise ValueError(
-                    f"EmbeddingPartitioner(method='pca') cannot cut {len(found)} samples into {self.num_clients} "
+                    f"EmbeddingPartitioner(method='pca') cannot cut {len(features)} samples into {self.num_clients} "
                     "parts: too many have the same score. Use fewer clients."
                 )
             plan = InputPlan(ids, self.features, mean=mean, direction=direction, cuts=cuts)
-        plan.separation = separation(found, plan.holders(found))
+        plan.separation = separation(features, plan.holders(features))
         return plan
 
 
@@ -154,8 +154,8 @@ class InputPlan(Plan):
             labels: The dataset.
             generator: Not used: the plan is not random.
         """
-        found = self.holders(features_of(labels, self.features))
-        return [np.flatnonzero(found == client).astype(np.int64) for client in range(len(self.client_ids))]
+        holders = self.holders(features_of(labels, self.features))
+        return [np.flatnonzero(holders == client).astype(np.int64) for client in range(len(self.client_ids))]
 
 
 def features_of(dataset: Any, features: nn.Module | Features | None = None) -> np.ndarray:
@@ -175,19 +175,19 @@ def features_of(dataset: Any, features: nn.Module | Features | None = None) -> n
         )
     if isinstance(features, nn.Module):
         features.eval()
-    found = []
+    chunks = []
     with torch.no_grad():
         for start in range(0, len(dataset), _CHUNK):
             rows = range(start, min(start + _CHUNK, len(dataset)))
             x = dataset.rows(torch.tensor(rows))[0] if isinstance(dataset, ArrayDataset) else _stacked(dataset, rows)
-            found.append((x if features is None else features(x)).flatten(1).double().cpu().numpy())
-    return np.concatenate(found) if found else np.zeros((0, 1))
+            chunks.append((x if features is None else features(x)).flatten(1).double().cpu().numpy())
+    return np.concatenate(chunks) if chunks else np.zeros((0, 1))
 
 
 def _stacked(dataset: Any, rows: range) -> Tensor:
     samples = [dataset[row] for row in rows]
     inputs = [sample[0] if isinstance(sample, tuple | list) else sample for sample in samples]
-    if not all(isinstance(one, Tensor) and one.shape == inputs[0].shape for one in inputs):
+    if not all(isinstance(sample_input, Tensor) and sample_input.shape == inputs[0].shape for sample_input in inputs):
         raise ValueError("EmbeddingPartitioner needs samples (x, ...) whose inputs are tensors of one shape.")
     return torch.stack(inputs)
 
@@ -213,9 +213,7 @@ def separation(features: np.ndarray, holders: np.ndarray) -> float:
     mean = features.mean(axis=0)
     total = ((features - mean) ** 2).sum()
     clients = np.unique(holders)
-    between = sum(
-        ((holders == one).sum() * ((features[holders == one].mean(axis=0) - mean) ** 2).sum()) for one in clients
-    )
+    between = sum(((holders == k).sum() * ((features[holders == k].mean(axis=0) - mean) ** 2).sum()) for k in clients)
     return float(between / total) if total > 0 else 0.0
 
 
@@ -230,7 +228,7 @@ def input_separation(data: FederatedDataModule, split: str = "train", most: int 
         most: Samples that are read.
 
     Returns:
-        Both shares, or `None` where inputs are no tensors of floats of one shape or too large to compare, or where
+        Both shares, or `None` where inputs are not tensors of floats of one shape or too large to compare, or where
         clients are made when they are asked for.
 
     Example:
@@ -251,20 +249,20 @@ def input_separation(data: FederatedDataModule, split: str = "train", most: int 
     each = max(2, min(most, LARGEST // first.numel()) // len(views))
     if each * len(views) * first.numel() > LARGEST:
         return None
-    found, holders = [], []
+    flat_inputs, holders = [], []
     for place, view in enumerate(views):
         for row in range(min(each, len(view))):
             x = _input(view[row])
             if x is None or x.shape != first.shape:
                 return None
-            found.append(x.flatten().double().cpu().numpy())
+            flat_inputs.append(x.flatten().double().cpu().numpy())
             holders.append(place)
-    if len(found) < 3:
+    if len(flat_inputs) < 3:
         return None
-    return separation(np.stack(found), np.array(holders)), (len(set(holders)) - 1) / (len(found) - 1)
+    return separation(np.stack(flat_inputs), np.array(holders)), (len(set(holders)) - 1) / (len(flat_inputs) - 1)
 
 
 def _input(sample: Any) -> Tensor | None:
-    """Return the input of a sample, or `None` if it is no tensor of floats."""
+    """Return the input of a sample, or `None` if it is not a tensor of floats."""
     x = sample[0] if isinstance(sample, tuple | list) and sample else sample
     return x if isinstance(x, Tensor) and x.is_floating_point() else None

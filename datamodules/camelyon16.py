@@ -114,7 +114,7 @@ class Bags(Dataset[Any]):
         seed: Seed of the choice of tiles of a slide that has more.
 
     Raises:
-        ValueError: From an access, if a file is no such array; the message names it.
+        ValueError: From an access, if a file is not such an array; the message names it.
 
     Example:
         >>> from pathlib import Path
@@ -141,7 +141,7 @@ class Bags(Dataset[Any]):
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # numpy evaluates the head of a file, which may raise anything
-            raise ValueError(f"{path} is no numpy file of numbers ({error}); write it again.") from error
+            raise ValueError(f"{path} is not a numpy file of numbers ({error}); write it again.") from error
         shape = getattr(array, "shape", None)  # None: an archive of arrays
         if shape is None or len(shape) != 2 or array.dtype.kind != "f" or shape[1] <= self.skip or not len(array):
             kind = getattr(array, "dtype", type(array).__name__)

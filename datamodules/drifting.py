@@ -105,7 +105,7 @@ class DriftingDataModule(WrappedIndexedDataModule):
             )
         clients, splits = self.source.client_ids, dict(self.source._splits)
         windows = self._windows(clients, splits)
-        self._window = [one["train"] for one in windows]
+        self._window = [window["train"] for window in windows]
         for place, client in enumerate(clients):
             count = len(self._window[place])
             if count and not min(self._sizes(place)):
@@ -116,7 +116,7 @@ class DriftingDataModule(WrappedIndexedDataModule):
                 )
         for name in [name for name in splits if name != "train" and self.scored == "last"]:
             pairs = zip(splits[name].indices, windows, strict=True)
-            last = [np.asarray(held, dtype=np.int64)[one[name] == self.windows - 1] for held, one in pairs]
+            last = [np.asarray(rows, dtype=np.int64)[window[name] == self.windows - 1] for rows, window in pairs]
             splits[name] = replace(splits[name], indices=last)
         return clients, splits
 
@@ -125,10 +125,10 @@ class DriftingDataModule(WrappedIndexedDataModule):
         times: list[dict[str, np.ndarray]] = []
         if self.by is None:
             for place in range(len(clients)):  # a sample's time is its share of the client's samples before it
-                held = {name: np.argsort(np.argsort(split.indices[place])) for name, split in splits.items()}
-                times.append({name: order / max(len(order), 1) for name, order in held.items()})
+                orders = {name: np.argsort(np.argsort(split.indices[place])) for name, split in splits.items()}
+                times.append({name: order / max(len(order), 1) for name, order in orders.items()})
             starts = np.arange(1, self.windows) / self.windows
-            return [{name: np.searchsorted(starts, own[name], "right") for name in own} for own in times]
+            return [{name: np.searchsorted(starts, time[name], "right") for name in time} for time in times]
         cells = [
             (place, name, self.source.sample_values(client, name, self.by))
             for place, client in enumerate(clients)
@@ -142,13 +142,13 @@ class DriftingDataModule(WrappedIndexedDataModule):
         times = [{} for _ in clients]
         for (place, name, _), values in zip(cells, np.split(flat, ends), strict=True):
             times[place][name] = values
-        found = []
-        for own in times:
-            train = np.sort(own["train"] if len(own["train"]) else np.concatenate(list(own.values())))
+        windows = []
+        for time in times:
+            train = np.sort(time["train"] if len(time["train"]) else np.concatenate(list(time.values())))
             ranks = len(train) * np.arange(1, self.windows) // self.windows
             starts = common if self.starts is not None or not len(train) else train[ranks]
-            found.append({name: np.searchsorted(starts, own[name], "right") for name in own})
-        return found
+            windows.append({name: np.searchsorted(starts, time[name], "right") for name in time})
+        return windows
 
     @property
     def original(self) -> LightningDataModule:
@@ -164,9 +164,9 @@ class DriftingDataModule(WrappedIndexedDataModule):
         return True
 
     def at_round(self, round: int) -> DriftingDataModule:
-        made = copy.copy(self)
-        made._round = int(round)
-        return made
+        drifted = copy.copy(self)
+        drifted._round = int(round)
+        return drifted
 
     def sizes_by_round(self, client: str) -> list[int]:
         sizes = self._sizes(self._places[str(client)])
@@ -182,22 +182,22 @@ class DriftingDataModule(WrappedIndexedDataModule):
         return (window <= now) & (window > (-1 if self.memory is None else now - self.memory))
 
     def indices(self, client: str, split: str = "train") -> Indices:
-        held = super().indices(client, split)
+        indices = super().indices(client, split)
         if split != "train" or self._round is None:
-            return held
-        return held[self._present(self._places[str(client)], min(self._round // self.every, self.windows - 1))]
+            return indices
+        return indices[self._present(self._places[str(client)], min(self._round // self.every, self.windows - 1))]
 
     def by_window(self) -> IndexedFederatedDataModule:
         """Return the training samples with the windows as clients, to see how different these are."""
-        made, train = copy.copy(self), self._splits["train"]
+        pooled, train = copy.copy(self), self._splits["train"]
         places = [self._places[client] for client in self.client_ids]
-        held = np.concatenate([np.asarray(train.indices[place], dtype=np.int64) for place in places])
+        indices = np.concatenate([np.asarray(train.indices[place], dtype=np.int64) for place in places])
         window = np.concatenate([self._window[place] for place in places])
-        parts = [held[window == number] for number in range(self.windows)]
-        made._client_ids, made._round = [str(number + 1) for number in range(self.windows)], None
-        made._places = {client: place for place, client in enumerate(made._client_ids)}
-        made._splits = {"train": replace(train, indices=parts)}
-        return made
+        parts = [indices[window == number] for number in range(self.windows)]
+        pooled._client_ids, pooled._round = [str(number + 1) for number in range(self.windows)], None
+        pooled._places = {client: place for place, client in enumerate(pooled._client_ids)}
+        pooled._splits = {"train": replace(train, indices=parts)}
+        return pooled
 
     @property
     def columns(self) -> list[str]:
@@ -221,11 +221,11 @@ class DriftingDataModule(WrappedIndexedDataModule):
 
     def fingerprint(self, split: str) -> str:
         """Return a short hash of which client holds which samples, and in which round."""
-        held = super().fingerprint(split)
+        base_hash = super().fingerprint(split)
         if split != "train":
-            return held
+            return base_hash
         windows = [self._window[self._places[client]].tolist() for client in self.client_ids]
-        return hashlib.sha256(f"{held} {self.every} {self.memory} {windows}".encode()).hexdigest()[:12]
+        return hashlib.sha256(f"{base_hash} {self.every} {self.memory} {windows}".encode()).hexdigest()[:12]
 
 
 def in_time(column: str, cells: Sequence[float | str]) -> np.ndarray:
@@ -240,13 +240,13 @@ def in_time(column: str, cells: Sequence[float | str]) -> np.ndarray:
         True
     """
     try:
-        found = np.array(cells, dtype=np.float64)
+        times = np.array(cells, dtype=np.float64)
     except (TypeError, ValueError):
         words = [str(cell).strip() for cell in cells]
         try:
             wrong = next((word for word in words if word not in ("", "NaT") and not DATE.match(word)), None)
             if wrong is not None:  # numpy reads 20200401 as a year, and "today" as the day of the run
-                raise ValueError(f"{wrong!r} is no such date")
+                raise ValueError(f"{wrong!r} is not such a date")
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*timezone")  # numpy takes the offset from UTC off
                 dates = np.array(words, dtype="datetime64[us]")
@@ -259,10 +259,10 @@ def in_time(column: str, cells: Sequence[float | str]) -> np.ndarray:
                 f"DriftingDataModule got by={column!r}, where some times have a time zone and others none, so that nobody "
                 "can tell which was first. Give all of them one, starts included, or none."
             ) from None
-        found = np.where(np.isnat(dates), np.nan, dates.astype(np.int64).astype(np.float64))
-    if np.isnan(found).any():
+        times = np.where(np.isnat(dates), np.nan, dates.astype(np.int64).astype(np.float64))
+    if np.isnan(times).any():
         raise ValueError(
-            f"DriftingDataModule got by={column!r}, in which {int(np.isnan(found).sum())} cells are empty. Fill them in, or "
+            f"DriftingDataModule got by={column!r}, in which {int(np.isnan(times).sum())} cells are empty. Fill them in, or "
             "remove the rows: a sample without a time is in no window."
         )
-    return found
+    return times

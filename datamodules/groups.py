@@ -40,7 +40,7 @@ def is_cheap(dataset: Any, count: int) -> bool:
 
 
 def digests(dataset: Any, positions: np.ndarray, collate: Callable[[Any], Any]) -> list[bytes] | None:
-    """Return a hash of the inputs of each sample, without labels; `None` if they are no tensors.
+    """Return a hash of the inputs of each sample, without labels; `None` if they are not tensors.
 
     Example:
         >>> import numpy as np, torch
@@ -51,14 +51,14 @@ def digests(dataset: Any, positions: np.ndarray, collate: Callable[[Any], Any]) 
         >>> one == third, one == other
         (True, False)
     """
-    view, found = IndexView(dataset, positions), list[bytes]()
+    view, hashes = IndexView(dataset, positions), list[bytes]()
     with isolated("overlap"), preserve_generators(dataset):
         for size, batch in _batches(view, collate):
             rows = _rows(without_labels(batch), size)
             if rows is None:
                 return None
-            found += rows
-    return found
+            hashes += rows
+    return hashes
 
 
 def _batches(view: IndexView, collate: Callable[[Any], Any]) -> Iterator[tuple[int, Any]]:
@@ -80,7 +80,7 @@ def _rows(inputs: Any, size: int) -> list[bytes] | None:
 
 
 def content_hash(dataset: Any, collate: Callable[[Any], Any], most: int = 64) -> str | None:
-    """Return a short hash of what a dataset holds; `None` if that is no tensors, or different at every look.
+    """Return a short hash of what a dataset holds; `None` if that is not tensors, or different at every look.
 
     Data in memory are read whole, others at `most` positions spread over them.
 
@@ -129,9 +129,9 @@ def _coarse(some: Tensor) -> list[int]:
     """Return values as integers: fractions in steps of about a sixteenth of the largest, whose exponent comes first."""
     if not some.is_floating_point():
         return [int(value) for value in some.tolist()] if not some.is_complex() else []
-    found = torch.nan_to_num(some.double(), nan=-7.7, posinf=7.7, neginf=-7.7)
-    exponent = math.frexp(1.37 * float(found.abs().max()))[1] if len(found) else 0
-    return [exponent, *torch.round(found * 15.7 / 2.0**exponent).long().tolist()]
+    numbers = torch.nan_to_num(some.double(), nan=-7.7, posinf=7.7, neginf=-7.7)
+    exponent = math.frexp(1.37 * float(numbers.abs().max()))[1] if len(numbers) else 0
+    return [exponent, *torch.round(numbers * 15.7 / 2.0**exponent).long().tolist()]
 
 
 def _content(dataset: Any, positions: np.ndarray, collate: Callable[[Any], Any]) -> str | None:
@@ -198,12 +198,12 @@ def refuse_shared(groups: Mapping[str, Any]) -> None:
         ValueError: 1 groups have samples in both the train and the test data, such as 'p2'; ...
     """
     names = list(groups)
-    for place, one in enumerate(names):
+    for place, split in enumerate(names):
         for other in names[place + 1 :]:
-            both = sorted(set(np.asarray(groups[one]).tolist()) & set(np.asarray(groups[other]).tolist()), key=str)
+            both = sorted(set(np.asarray(groups[split]).tolist()) & set(np.asarray(groups[other]).tolist()), key=str)
             if both:
                 raise ValueError(
-                    f"{len(both)} groups have samples in both the {one} and the {other} data, such as {both[0]!r}; a "
+                    f"{len(both)} groups have samples in both the {split} and the {other} data, such as {both[0]!r}; a "
                     "score on them would be too good. Move all samples of a group to one of the two."
                 )
 
@@ -224,21 +224,21 @@ def keys_of_groups(keys: Any, names: Any, needs: str) -> Any:
         >>> keys_of_groups([0, 0, 1, 1], ["p1", "p1", "p1", "p2"], "labels")
         array([0, 1])
     """
-    found, first, codes = np.unique(np.asarray(names), return_index=True, return_inverse=True)
+    unique_names, first, codes = np.unique(np.asarray(names), return_index=True, return_inverse=True)
     if needs == "samples":
         raise ValueError(
             "A partitioner that divides by inputs cannot keep groups together; use another one, or no group."
         )
     if needs == "nothing":
-        return len(found)
+        return len(unique_names)
     array = np.asarray(keys)
     if needs == "labels":
-        return _most_frequent(array, codes, len(found))
+        return _most_frequent(array, codes, len(unique_names))
     elsewhere = np.flatnonzero(array != array[first][codes])
     if len(elsewhere):
         group = codes[elsewhere[0]]
         raise ValueError(
-            f"Group {found[group].item()!r} has samples at client {array[first[group]].item()!r} and at "
+            f"Group {unique_names[group].item()!r} has samples at client {array[first[group]].item()!r} and at "
             f"{array[elsewhere[0]].item()!r} (sample {elsewhere[0] + 1}); a model trained at one would be tested on the same "
             "person at the other. Move them to one client, or correct the names if these are different people."
         )
@@ -255,8 +255,8 @@ def rows_of_groups(parts: list[Indices], codes: np.ndarray) -> list[Indices]:
         [array([1, 2]), array([0])]
     """
     holder = np.zeros(int(codes.max(initial=-1)) + 1, dtype=np.int64) - 1
-    for client, held in enumerate(parts):
-        holder[held] = client
+    for client, group_codes in enumerate(parts):
+        holder[group_codes] = client
     return [np.flatnonzero(holder[codes] == client).astype(np.int64) for client in range(len(parts))]
 
 
@@ -281,12 +281,12 @@ def cut_groups(
     """
     if groups is None:
         return cut(indices, fraction, generator, labels)
-    held = np.asarray(indices, dtype=np.int64)
-    found, codes = np.unique(groups[held], return_inverse=True)
-    frequent = None if labels is None else _most_frequent(labels[held], codes, len(found))
-    _, part = cut(np.arange(len(found)), fraction, generator, frequent)
+    rows = np.asarray(indices, dtype=np.int64)
+    unique_groups, codes = np.unique(groups[rows], return_inverse=True)
+    frequent = None if labels is None else _most_frequent(labels[rows], codes, len(unique_groups))
+    _, part = cut(np.arange(len(unique_groups)), fraction, generator, frequent)
     chosen = np.isin(codes, part)
-    return np.sort(held[~chosen]), np.sort(held[chosen])
+    return np.sort(rows[~chosen]), np.sort(rows[chosen])
 
 
 def looks_like_identifier(name: str, cells: list[str]) -> bool:
@@ -297,8 +297,8 @@ def looks_like_identifier(name: str, cells: list[str]) -> bool:
         >>> looks_like_identifier("patient_id", ["7", "7", "9"]), looks_like_identifier("age", ["7", "7", "9"])
         (True, False)
     """
-    known = [cell for cell in cells if cell]
-    return _IDENTIFIER.fullmatch(name.strip()) is not None and 1 < len(set(known)) < len(known)
+    filled = [cell for cell in cells if cell]
+    return _IDENTIFIER.fullmatch(name.strip()) is not None and 1 < len(set(filled)) < len(filled)
 
 
 def _most_frequent(labels: np.ndarray, codes: np.ndarray, size: int) -> np.ndarray:

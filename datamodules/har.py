@@ -130,7 +130,9 @@ def _numbers_up_to(path: Path, most: int, what: str) -> np.ndarray:
     values = read_numbers(path, 1)[:, 0]
     wrong = np.flatnonzero(~np.isin(values, range(1, most + 1)))
     if len(wrong):
-        raise ValueError(f"{path}, line {wrong[0] + 1}: {values[wrong[0]]:g} is no {what} 1 ... {most}.")
+        raise ValueError(
+            f"{path}, line {wrong[0] + 1}: {values[wrong[0]]:g} is not one of the {what} numbers 1 ... {most}."
+        )
     return values.astype(np.int64)
 
 
@@ -146,21 +148,21 @@ def read_numbers(path: Path, width: int, delimiter: str | None = None) -> np.nda
         ValueError: With the line that holds something else.
     """
     lines = text_of(path).splitlines()
-    found = np.empty((len(lines), width))
+    table = np.empty((len(lines), width))
     for number, line in enumerate(lines, start=1):
         cells = line.split(delimiter)
         try:
-            found[number - 1] = [number_in(cell) if cell.strip() else np.nan for cell in cells]
+            table[number - 1] = [number_in(cell) if cell.strip() else np.nan for cell in cells]
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {len(cells)} cells, not {width} numbers ({error}).") from error
-    flat = found.ravel()
+    flat = table.ravel()
     wrong = np.flatnonzero(np.isinf(flat) | (np.isnan(flat) & (delimiter is None))).tolist()
     if not wrong and (place := extreme_of(np.nan_to_num(flat))) is not None:
         wrong = [place]
     if wrong:
         row, column = divmod(wrong[0], width)
         raise ValueError(f"{path}, line {row + 1}: number {column + 1} is {flat[wrong[0]]}; get it again.")
-    return found
+    return table
 
 
 KU_ACTIVITIES = (
@@ -224,8 +226,8 @@ class KUHARDataModule(NaturalSites):
 
     def prepare_data(self) -> None:
         """Check that the folders are there (Lightning's hook)."""
-        found = {match.group(1) for path in self.root.glob("*") if (match := _FOLDER.fullmatch(path.name))}
-        lacking = [f"{k}.{name}" for k, name in enumerate(KU_ACTIVITIES) if str(k) not in found]
+        numbers = {match.group(1) for path in self.root.glob("*") if (match := _FOLDER.fullmatch(path.name))}
+        lacking = [f"{k}.{name}" for k, name in enumerate(KU_ACTIVITIES) if str(k) not in numbers]
         way = "unpack 2.Trimmed_interpolated_data.zip of https://data.mendeley.com/datasets/45f952y38r there"
         refuse_absent(self, lacking, self.root, way)
 
@@ -264,7 +266,7 @@ class KUHARDataModule(NaturalSites):
 
     def _recordings(self) -> list[tuple[int, Path]]:
         """Return the activity and the file of each recording, in order."""
-        found: list[tuple[int, Path]] = []
+        recordings: list[tuple[int, Path]] = []
         for folder in sorted(self.root.iterdir()):
             match = _FOLDER.fullmatch(folder.name)
             if not match or not folder.is_dir():
@@ -273,17 +275,17 @@ class KUHARDataModule(NaturalSites):
             for path in sorted(folder.glob("*.csv")):
                 if not _FILE.fullmatch(path.name):
                     raise ValueError(
-                        f"{path} is no recording by its name, such as 1001_A_1.csv (subject, kind, number)."
+                        f"{path} is not a recording by its name, such as 1001_A_1.csv (subject, kind, number)."
                     )
                 if activity >= len(KU_ACTIVITIES):
-                    raise ValueError(f"{folder} is no activity 0 ... {len(KU_ACTIVITIES) - 1}.")
-                found.append((activity, path))
-        return sorted(found)
+                    raise ValueError(f"{folder} is not an activity 0 ... {len(KU_ACTIVITIES) - 1}.")
+                recordings.append((activity, path))
+        return sorted(recordings)
 
 
 def _read(path: Path) -> np.ndarray:
     """Return a recording's six signals, `(samples, 6)`; empty cells are NaN."""
-    found = read_numbers(path, _COLUMNS, ",")
-    if not len(found):
+    table = read_numbers(path, _COLUMNS, ",")
+    if not len(table):
         raise ValueError(f"{path} is empty; get it again.")
-    return found[:, [1, 2, 3, 5, 6, 7]].astype(np.float32)
+    return table[:, [1, 2, 3, 5, 6, 7]].astype(np.float32)

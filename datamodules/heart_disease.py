@@ -78,7 +78,7 @@ class HeartDiseaseDataModule(NaturalSites):
     address = "heart disease"
 
     @checked
-    @at_most_one("grades", "binary_float", why="five grades are no binary labels. Use one of them.")
+    @at_most_one("grades", "binary_float", why="five grades are not binary labels. Use one of them.")
     def __init__(
         self,
         root: str = "data/heart_disease",
@@ -148,8 +148,8 @@ class HeartDiseaseDataModule(NaturalSites):
             raise ValueError(f"There is no column {column!r}; the columns are {', '.join(COLUMNS)}.")
         tables = [read_hospital(self.path_of(file))[0] for file in self.files]
         before = sum(map(len, tables[: self.hospitals.index(client)]))
-        own = tables[self.hospitals.index(client)][self.indices(client, split) - before]
-        return [f"{value:g}" for value in own[:, COLUMNS.index(column)]]
+        rows = tables[self.hospitals.index(client)][self.indices(client, split) - before]
+        return [f"{value:g}" for value in rows[:, COLUMNS.index(column)]]
 
 
 def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -169,34 +169,36 @@ def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rows = []
     if path.stat().st_size > _LARGEST:
         raise ValueError(
-            f"{path} has more than {_LARGEST} bytes, a real one less than 20000; it is no processed UCI file."
+            f"{path} has more than {_LARGEST} bytes, a real one less than 20000; it is not a processed UCI file."
         )
     for number, line in enumerate(text_of(path).splitlines(), start=1):
         cells = [cell.strip() for cell in line.split(",")]
         if cells == [""]:
             continue
         if len(cells) != 14:
-            raise ValueError(f"{path}, line {number}: {len(cells)} columns instead of 14; it is no processed UCI file.")
+            raise ValueError(
+                f"{path}, line {number}: {len(cells)} columns instead of 14; it is not a processed UCI file."
+            )
         kept = [cell for column, cell in enumerate(cells) if column not in _DROPPED]
         if "?" in kept:
             continue
         try:
             rows.append([0.0 if column in _DROPPED else finite(cell) for column, cell in enumerate(cells)])
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}; it is no processed UCI file.") from error
+            raise ValueError(f"{path}, line {number}: {error}; it is not a processed UCI file.") from error
     if not rows:
-        raise ValueError(f"{path} has no complete row; it is no processed UCI file.")
+        raise ValueError(f"{path} has no complete row; it is not a processed UCI file.")
     table = np.array(rows)
     columns = [table[:, column] for column in _NUMERIC]
     for name, values in zip(COLUMNS, columns, strict=True):
         refuse_extremes(f"{path}: column {name!r}", values, [np.arange(len(values))])
     for column, levels in _CATEGORIES.items():
         if not np.isin(table[:, column], levels).all():
-            raise ValueError(f"{path}: column {column} has values other than {levels}; it is no processed UCI file.")
+            raise ValueError(f"{path}: column {column} has values other than {levels}; it is not a processed UCI file.")
         columns += [(table[:, column] == level).astype(np.float64) for level in levels[1:]]
     grades = table[:, 13].astype(np.int64)
     if not np.isin(table[:, 13], range(5)).all():
-        raise ValueError(f"{path}: column 13 has values other than 0 to 4; it is no processed UCI file.")
+        raise ValueError(f"{path}: column 13 has values other than 0 to 4; it is not a processed UCI file.")
     return np.stack(columns, axis=1), (grades > 0).astype(np.int64), grades
 
 

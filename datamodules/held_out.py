@@ -135,8 +135,8 @@ class ClientSubset(WrappedDataModule):
             return self._changed(pooled)
         if pooled is None:
             return None
-        held = [self.whole.client_dataloader(client, split) for client in sort_clients(self.left)]
-        loaders = [loader for loader in held if loader is not None]
+        client_loaders = [self.whole.client_dataloader(client, split) for client in sort_clients(self.left)]
+        loaders = [loader for loader in client_loaders if loader is not None]
         return union_loader(union_of(loaders, split), loaders[0], split) if loaders else None
 
     def with_statistics(self, totals: Mapping[str, Any]) -> FederatedDataModule:
@@ -147,5 +147,5 @@ class ClientSubset(WrappedDataModule):
 
     @property
     def planted_groups(self) -> dict[str, int] | None:
-        known = self.whole.planted_groups
-        return None if known is None else {client: known[client] for client in self.client_ids if client in known}
+        groups = self.whole.planted_groups
+        return None if groups is None else {client: groups[client] for client in self.client_ids if client in groups}

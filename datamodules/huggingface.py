@@ -57,7 +57,7 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
     Raises:
         ValueError: If not exactly one of `client` and `partitioner` is given; from `setup`, if a column is missing or has
             gaps, or texts have no `transform`.
-        FileNotFoundError: From `setup`, if `source` is no saved folder and `download` is off.
+        FileNotFoundError: From `setup`, if `source` is not a saved folder and `download` is off.
 
     Example:
         >>> import datasets
@@ -95,6 +95,7 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
         self.transform, self.name, self.download = transform, name, download
         self.class_names: list[str] | None = None
+        self._named_by_file: dict[str, Any] = {}
 
     @property
     def partition_name(self) -> str:
@@ -103,6 +104,10 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
     @property
     def meaning(self) -> dict[str, list[str]]:
         return super().meaning | ({"inputs": self.inputs} if len(self.inputs) > 1 else {})
+
+    @property
+    def named_by_file(self) -> dict[str, Any]:
+        return self._named_by_file
 
     def prepare_data(self) -> None:
         """Get the data set where `download` is on (Lightning's hook)."""
@@ -122,13 +127,14 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
                     f"{', '.join(map(repr, table.column_names))}."
                 )
             used = table.select_columns(columns)  # a damaged file of Arrow could end the process as it is read
-            read(f"The {split} data cannot be read", lambda held: held.data.validate(full=True), used)
-        labels = encode(found := {split: self._labels(table, split) for split, table in tables.items()})
-        given = [cells for cells in found.values() if cells is not None]
-        if self.class_names is None and given and len(given) == len(found) and all(len(cells) for cells in given):
-            check_classes(np.concatenate(given), f"Column {self.label!r}", "make it a ClassLabel with its names")
-        if self.class_names is None and any(labels[split] is not cells for split, cells in found.items()):
-            self.class_names = np.unique(np.concatenate(given)).tolist()
+            read(f"The {split} data cannot be read", lambda frame: frame.data.validate(full=True), used)
+        labels = encode(raw := {split: self._labels(table, split) for split, table in tables.items()})
+        present = [cells for cells in raw.values() if cells is not None]
+        if self.class_names is None and present and len(present) == len(raw) and all(len(cells) for cells in present):
+            check_classes(np.concatenate(present), f"Column {self.label!r}", "make it a ClassLabel with its names")
+        if self.class_names is None and any(labels[split] is not cells for split, cells in raw.items()):
+            self.class_names = np.unique(np.concatenate(present)).tolist()
+            self._named_by_file = {f"a ClassLabel of {self.label!r}": self.class_names}
         self._divides = suited(self.partitioner, labels, "HuggingFaceDataModule")
         datasets: dict[str, Dataset[Any]] = {
             split: Rows(table, self.inputs, self._targets(table, labels[split], split), self.transform)
@@ -156,28 +162,28 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
             raise ImportError(
                 missing_package("HuggingFaceDataModule reads by the package datasets", "huggingface")
             ) from error
-        found = self.source
-        if isinstance(found, str | Path):
-            saved = any(Path(found, name).is_file() for name in ("dataset_dict.json", "state.json"))
+        source = self.source
+        if isinstance(source, str | Path):
+            saved = any(Path(source, name).is_file() for name in ("dataset_dict.json", "state.json"))
             if saved:
-                found = read(f"{found} is no data set that can be read", datasets.load_from_disk, str(found))
+                source = read(f"{source} is not a data set that can be read", datasets.load_from_disk, str(source))
             elif self.download:
-                found = datasets.load_dataset(str(found), self.name)
+                source = datasets.load_dataset(str(source), self.name)
             else:
                 raise FileNotFoundError(
-                    f"{found} is no folder of Dataset.save_to_disk. Write one (datasets.load_dataset(...).save_to_disk("
+                    f"{source} is not a folder of Dataset.save_to_disk. Write one (datasets.load_dataset(...).save_to_disk("
                     "folder)), or let load_dataset get it by download=True."
                 )
-        if isinstance(found, datasets.Dataset):
-            found = {"train": found}
-        if not isinstance(found, Mapping):
-            raise ValueError(f"HuggingFaceDataModule got a {type(found).__name__}; give a Dataset or a DatasetDict.")
-        names = list(found)
-        found = {split: table for split, table in found.items() if len(table)}  # an empty split is none
-        tables = {split: found[split] for split in ("train", "test") if split in found}
-        validation = next((split for split in _VALIDATION if split in found), None)
+        if isinstance(source, datasets.Dataset):
+            source = {"train": source}
+        if not isinstance(source, Mapping):
+            raise ValueError(f"HuggingFaceDataModule got a {type(source).__name__}; give a Dataset or a DatasetDict.")
+        names = list(source)
+        source = {split: table for split, table in source.items() if len(table)}  # an empty split is none
+        tables = {split: source[split] for split in ("train", "test") if split in source}
+        validation = next((split for split in _VALIDATION if split in source), None)
         if validation is not None:
-            tables["val"] = found[validation]
+            tables["val"] = source[validation]
         if "train" not in tables:
             raise ValueError(f"The data set has the splits {', '.join(names)}; one of them must be called 'train'.")
         return tables

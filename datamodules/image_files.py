@@ -41,8 +41,8 @@ def shown(image: Any, mode: str) -> Any:
         return image.convert(mode)
     values = np.asarray(image, dtype=np.float32) / (white or 1)
     if white is None or not ((values >= 0) & (values <= 1)).all():
-        held = f"whole numbers up to {values.max():g}" if white is None else "a value that is NaN or outside of 0 ... 1"
-        raise ValueError(f"it has {held}, and nothing says which is white")
+        what = f"whole numbers up to {values.max():g}" if white is None else "a value that is NaN or outside of 0 ... 1"
+        raise ValueError(f"it has {what}, and nothing says which is white")
     return Image.fromarray(values)
 
 
@@ -71,7 +71,7 @@ class ImageFiles(FileSamples):
         crop: Resize the shorter side and keep the middle, instead of changing the shape of the image.
 
     Raises:
-        ValueError: From an access, if a file is no image; the message names it.
+        ValueError: From an access, if a file is not an image; the message names it.
 
     Example:
         >>> from pathlib import Path

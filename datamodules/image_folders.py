@@ -48,7 +48,8 @@ class ImageFolderDataModule(NaturalSites):
         options: The other arguments of `IndexedFederatedDataModule`, by name.
 
     Raises:
-        ValueError: If a number is out of its range; from `setup`, if a file is no image by its name or matches no `group`.
+        ValueError: If a number is out of its range; from `setup`, if a file is not an image by its name or matches no
+            `group`.
 
     Example:
         >>> from pathlib import Path
@@ -106,8 +107,8 @@ class ImageFolderDataModule(NaturalSites):
         clients = sort_clients(
             path.name for path in self.root.iterdir() if path.is_dir() and not path.name.startswith(".")
         )
-        found = {client: _images(self.root / client) for client in clients}
-        here = sorted({name for splits in found.values() for images in splits.values() for name, _ in images})
+        by_client = {client: _images(self.root / client) for client in clients}
+        here = sorted({name for splits in by_client.values() for images in splits.values() for name, _ in images})
         if self.classes is None:
             self.class_names = here
         if other := [name for name in here if name not in self.class_names]:
@@ -115,22 +116,22 @@ class ImageFolderDataModule(NaturalSites):
         number = {name: place for place, name in enumerate(self.class_names)}
         paths: list[Path] = []
         labels: list[int] = []
-        held: dict[str, dict[str, np.ndarray]] = {}
-        for client, splits in found.items():
-            held[client] = {}
+        rows: dict[str, dict[str, np.ndarray]] = {}
+        for client, splits in by_client.items():
+            rows[client] = {}
             for split, images in splits.items():
-                held[client][split] = np.arange(len(paths), len(paths) + len(images))
+                rows[client][split] = np.arange(len(paths), len(paths) + len(images))
                 paths += [path for _, path in images]
                 labels += [number[name] for name, _ in images]
-        y, groups = np.array(labels, dtype=np.int64), self._groups(paths, held)
+        y, groups = np.array(labels, dtype=np.int64), self._groups(paths, rows)
         check_classes(np.array(self.class_names)[y], str(self.root), "take other folders away")
-        return SiteSamples(ImageFiles(paths, y, self.size, self.transform, self.channels, self.cache), held, y, groups)
+        return SiteSamples(ImageFiles(paths, y, self.size, self.transform, self.channels, self.cache), rows, y, groups)
 
     @property
     def named_by_file(self) -> dict[str, Any]:
         return {"class_names": self.class_names} if self.classes is None else {}
 
-    def _groups(self, paths: list[Path], held: Mapping[str, Mapping[str, np.ndarray]]) -> np.ndarray | None:
+    def _groups(self, paths: list[Path], rows_by_client: Mapping[str, Mapping[str, np.ndarray]]) -> np.ndarray | None:
         """Return the group of each image, or `None`; refuse groups at two clients or in two given splits."""
         if self.group is None:
             return None
@@ -141,7 +142,7 @@ class ImageFolderDataModule(NaturalSites):
                 f"{paths[names.index(None)]}: the name does not match group={self.group!r} with a group in brackets."
             )
         home: dict[Any, tuple[str, str]] = {}
-        for client, splits in held.items():
+        for client, splits in rows_by_client.items():
             for split, rows in splits.items():
                 for row in rows:
                     other = home.setdefault(names[row], (client, split))
@@ -155,22 +156,22 @@ class ImageFolderDataModule(NaturalSites):
 
 def _images(folder: Path) -> dict[str, list[tuple[str, Path]]]:
     """Return a client's images by split: the class and the file of each, in ascending order."""
-    given = [split for split in SPLITS if (folder / split).is_dir()]
-    if given and "train" not in given:
+    split_folders = [split for split in SPLITS if (folder / split).is_dir()]
+    if split_folders and "train" not in split_folders:
         raise ValueError(
-            f"{folder} has a folder {given[0]!r} and no folder 'train'; write all images of it into splits, or none."
+            f"{folder} has a folder {split_folders[0]!r} and no folder 'train'; write all images of it into splits, or none."
         )
-    found: dict[str, list[tuple[str, Path]]] = {}
-    for split in given or ["train"]:
-        base = folder / split if given else folder
-        found[split] = []
+    images_by_split: dict[str, list[tuple[str, Path]]] = {}
+    for split in split_folders or ["train"]:
+        base = folder / split if split_folders else folder
+        images_by_split[split] = []
         for kind in sorted(path for path in base.iterdir() if path.is_dir() and not path.name.startswith(".")):
             for path in sorted(path for path in kind.rglob("*") if path.is_file()):
                 if path.name.startswith(".") or path.name.lower() in _IGNORED:
                     continue
                 if path.suffix.lower() not in SUFFIXES:
-                    raise ValueError(f"{path} is no image by its name; move it away, or give it its suffix.")
-                found[split].append((kind.name, path))
-    if not found["train"]:
+                    raise ValueError(f"{path} is not an image by its name; move it away, or give it its suffix.")
+                images_by_split[split].append((kind.name, path))
+    if not images_by_split["train"]:
         raise ValueError(f"{folder} has no images in folders of classes; write root/<client>/<class>/<image>.")
-    return found
+    return images_by_split

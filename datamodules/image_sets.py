@@ -50,8 +50,8 @@ class PixelScale:
 
 
 def _by_channel(values: Sequence[float] | Tensor) -> Tensor:
-    found = torch.as_tensor(values)
-    return found.view(1, -1, 1, 1) if found.ndim == 1 else found.unsqueeze(0)
+    tensor = torch.as_tensor(values)
+    return tensor.view(1, -1, 1, 1) if tensor.ndim == 1 else tensor.unsqueeze(0)
 
 
 class ImageFederatedDataModule(ArrayFederatedDataModule):
@@ -123,11 +123,11 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
     def load(self) -> tuple[ArrayDataset, ArrayDataset]:
         channels = len(self.mean)
         scale = PixelScale(self.mean, self.std) if self.normalize else PixelScale([0.0] * channels, [1.0] * channels)
-        found = {train: self.arrays(train) for train in (True, False)}
+        parts_by_split = {train: self.arrays(train) for train in (True, False)}
         if self.normalize == "pixel":
-            scale = scale_of_pixels([images for images, _ in found.values()])
+            scale = scale_of_pixels([images for images, _ in parts_by_split.values()])
         parts = []
-        for train, (images, labels) in found.items():
+        for train, (images, labels) in parts_by_split.items():
             check_images(f"The {'training' if train else 'test'} part of {self.name}", images, labels, self.classes)
             parts.append(
                 ArrayDataset(torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64)), transform=scale)
@@ -421,9 +421,9 @@ class TorchvisionDataModule(ImageFederatedDataModule):
             self._dataset(train, self.download)
 
     def arrays(self, train: bool) -> tuple[np.ndarray, np.ndarray]:
-        found = self._dataset(train, False)
-        labels = found.labels if hasattr(found, "labels") else found.targets
-        images = np.asarray(found.data, dtype=np.uint8)
+        dataset = self._dataset(train, False)
+        labels = dataset.labels if hasattr(dataset, "labels") else dataset.targets
+        images = np.asarray(dataset.data, dtype=np.uint8)
         if images.shape[-1] == 3:
             images = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
         return images, np.asarray(labels, dtype=np.int64)

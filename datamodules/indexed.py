@@ -66,19 +66,19 @@ def resident_batches(loader: Any, device: torch.device) -> ResidentBatches | Sam
         return None
     if loader.pin_memory and device.type == "cpu":
         return None
-    if loader.batch_sampler is None or not isinstance(view, Dataset) or (found := rows_of(view)) is None:
+    if loader.batch_sampler is None or not isinstance(view, Dataset) or (rows := rows_of(view)) is None:
         return None
-    if len(view) == 0 or not (type(view) is IndexView or all(map(is_plain, tensors_of(found[0])))):  # type: ignore[arg-type]
+    if len(view) == 0 or not (type(view) is IndexView or all(map(is_plain, tensors_of(rows[0])))):  # type: ignore[arg-type]
         return None
     sampler = loader.sampler
     plain = type(loader.batch_sampler) is BatchSampler and type(sampler) in (AddressedSampler, SequentialSampler)
     # With a batch sampler of the user's, the loader's own sampler means nothing, and batch_size is None.
     plain = plain and loader.batch_size is not None and len(sampler) == len(view)  # type: ignore[arg-type]
     if not plain or loader.generator is None:
-        return None if isinstance(sampler, AddressedSampler) else SampledBatches(loader, device, found)
+        return None if isinstance(sampler, AddressedSampler) else SampledBatches(loader, device, rows)
     if isinstance(sampler, AddressedSampler) and sampler.world_size != 1:
         return None
-    return ResidentBatches(loader, device, found)
+    return ResidentBatches(loader, device, rows)
 
 
 class ResidentBatches:
@@ -105,10 +105,10 @@ class ResidentBatches:
         self, loader: DataLoader[Any], device: torch.device, rows: tuple[Any, Tensor | None] | None = None
     ) -> None:
         self._loader, self._device = loader, device
-        found = rows or rows_of(loader.dataset)
-        assert found is not None
-        self.source, held = found
-        self.indices = torch.arange(len(self.source)) if held is None else held
+        source_rows = rows or rows_of(loader.dataset)
+        assert source_rows is not None
+        self.source, indices = source_rows
+        self.indices = torch.arange(len(self.source)) if indices is None else indices
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         """Yield the batches of one epoch in the loader's order, each as the list of tensors that the loader gives."""
@@ -161,10 +161,10 @@ class SampledBatches:
         return self._batches()
 
     def _batches(self) -> Iterator[list[Tensor]]:
-        device, held = self._device, self.indices
+        device, indices = self._device, self.indices
         batch_of = gather(self.source) if device.type == "cpu" else partial(rows_on_device, self.source, device)
         for chosen in self._positions():
-            rows = chosen if held is None else held[chosen]
+            rows = chosen if indices is None else indices[chosen]
             yield batch_of(rows if device.type == "cpu" else rows.to(device))
 
     def _positions(self) -> Iterator[Tensor]:
@@ -258,10 +258,10 @@ def on_device(source: Any, index: int, part: Tensor, device: torch.device) -> Te
     """
     copies = _COPIES.setdefault(source, {})
     made_of = (part.data_ptr(), part.shape, part._version)
-    found = copies.get((index, device))
-    if found is None or found[0] != made_of:
-        found = copies[index, device] = (made_of, part.to(device))
-    return found[1]
+    cached = copies.get((index, device))
+    if cached is None or cached[0] != made_of:
+        cached = copies[index, device] = (made_of, part.to(device))
+    return cached[1]
 
 
 def check_each(owner: Any, count: int, **arrays: Any) -> None:
@@ -435,9 +435,9 @@ class IndexedFederatedDataModule(FederatedDataModule):
         count = len(split.dataset)  # type: ignore[arg-type]
         check_each(self, count, labels=split.labels, groups=split.groups)
         for client, rows in zip(client_ids, split.indices, strict=True):
-            held = np.asarray(rows)
-            if len(held) and (held.dtype.kind not in "iu" or held.max() >= count or held.min() < -count):
-                wrong = held.dtype if held.dtype.kind not in "iu" else max(held.max(), held.min(), key=abs)
+            array = np.asarray(rows)
+            if len(array) and (array.dtype.kind not in "iu" or array.max() >= count or array.min() < -count):
+                wrong = array.dtype if array.dtype.kind not in "iu" else max(array.max(), array.min(), key=abs)
                 raise ValueError(
                     f"{type(self).__name__}: client {client!r} has the row {wrong} in its {name} split, and there are "
                     f"{count} samples. Give whole numbers, counted from 0."
@@ -447,10 +447,10 @@ class IndexedFederatedDataModule(FederatedDataModule):
         """Take the public samples from the clients; return the training split without them."""
         train, rests = splits["train"], []
         dataset: Any = train.dataset
-        for client, held in zip(client_ids, train.indices, strict=True):
+        for client, indices in zip(client_ids, train.indices, strict=True):
             draw = generator(self.seed, "partition", "public", client)
             rest, self._public[client] = cut_groups(
-                np.asarray(held), self.public_fraction, draw, train.labels, train.groups
+                np.asarray(indices), self.public_fraction, draw, train.labels, train.groups
             )
             rests.append(rest)
         taken = np.zeros(len(dataset), dtype=bool)
@@ -459,8 +459,8 @@ class IndexedFederatedDataModule(FederatedDataModule):
         for name, split in splits.items():
             if split.dataset is not dataset:
                 continue
-            for client, held in zip(client_ids, rests if name == "train" else split.indices, strict=True):
-                places = np.asarray(held, np.int64)
+            for client, indices in zip(client_ids, rests if name == "train" else split.indices, strict=True):
+                places = np.asarray(indices, np.int64)
                 both = places[taken[places]]
                 if len(both):
                     raise ValueError(
@@ -475,12 +475,12 @@ class IndexedFederatedDataModule(FederatedDataModule):
         if self._another is not None:
             other, options = self._another, self._another.options | {"drop_last": False}
             return loader_of(other.dataset, other.positions, options, self.seed, self._public_labels)
-        given = [self._public[client] for client in self.client_ids if client in self._public]
-        if not sum(map(len, given)):
+        parts = [self._public[client] for client in self.client_ids if client in self._public]
+        if not sum(map(len, parts)):
             return None
         source = self._splits["train"]
         options = {"batch_size": self.batch_size, "collate_fn": self.collate_fn} | source.loader | {"drop_last": False}
-        positions = np.sort(np.concatenate(given))
+        positions = np.sort(np.concatenate(parts))
         return loader_of(source.dataset, positions, options, self.seed, self._public_labels)
 
     @property
@@ -488,14 +488,14 @@ class IndexedFederatedDataModule(FederatedDataModule):
         return self._another is not None and self._another.checked
 
     def public_report(self) -> dict[str, Any] | None:
-        found = super().public_report()
-        if found is None:
+        report = super().public_report()
+        if report is None:
             return None
-        found["labels"] = self._public_labels
+        report["labels"] = self._public_labels
         if self._another is None:
-            return found | {"from": f"{self.public_fraction:g} of every client's training samples"}
+            return report | {"from": f"{self.public_fraction:g} of every client's training samples"}
         left_out = {"left_out": self._another.left_out} if self._another.checked else {}
-        return found | {"from": self._another.name, "compared": self._another.checked, **left_out}
+        return report | {"from": self._another.name, "compared": self._another.checked, **left_out}
 
     @property
     def client_ids(self) -> list[str]:
@@ -531,14 +531,16 @@ class IndexedFederatedDataModule(FederatedDataModule):
         return len(self.indices(client, split))
 
     def class_counts(self, client: str, split: str = "train") -> list[int] | None:
-        held = self.indices(client, split)
+        indices = self.indices(client, split)
         if self._num_classes is None or split not in self._splits:
             return None
         labels = self._splits[split].labels
         if labels is None:
             return None
-        own = labels[held]
-        return np.bincount(own[own >= 0], minlength=self._num_classes).tolist()  # -100: a sample that losses ignore
+        chosen = labels[indices]
+        return np.bincount(
+            chosen[chosen >= 0], minlength=self._num_classes
+        ).tolist()  # -100: a sample that losses ignore
 
     def sample_groups(self, client: str, split: str = "train") -> np.ndarray | None:
         groups = self._splits[split].groups if split in self._splits else None
@@ -547,9 +549,9 @@ class IndexedFederatedDataModule(FederatedDataModule):
     def fingerprint(self, split: str) -> str:
         digest = hashlib.sha256(json.dumps(self.client_ids).encode())
         for client in self.client_ids:
-            held = self.indices(client, split)
+            rows = self.indices(client, split)
             labels = self._splits[split].labels if split in self._splits else None
-            digest.update(held.tobytes() if labels is None else held.tobytes() + np.asarray(labels[held]).tobytes())
+            digest.update(rows.tobytes() if labels is None else rows.tobytes() + np.asarray(labels[rows]).tobytes())
             digest.update(b"|")
         return digest.hexdigest()[:12]
 
@@ -557,8 +559,8 @@ class IndexedFederatedDataModule(FederatedDataModule):
         return self._loader(str(client), split, self.indices(client, split))
 
     def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
-        held = [self.indices(client, split) for client in sort_clients(self.client_ids)]
-        return self._loader("pooled", split, np.concatenate(held) if held else np.zeros(0, np.int64))
+        parts = [self.indices(client, split) for client in sort_clients(self.client_ids)]
+        return self._loader("pooled", split, np.concatenate(parts) if parts else np.zeros(0, np.int64))
 
     def _loader(self, client: str, split: str, indices: Indices) -> DataLoader[Any] | None:
         if split not in self._splits or (split != "train" and not len(indices)):
@@ -588,16 +590,16 @@ class IndexedFederatedDataModule(FederatedDataModule):
         assert source.sampler is not None
         if not len(view):
             return DataLoader(view, batch_size=1)
-        made = source.sampler(view)
-        if not (hasattr(made, "__iter__") and hasattr(made, "__len__")):
+        sampler = source.sampler(view)
+        if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
             raise ValueError(
-                f"The sampler made for client {client!r} is a {type(made).__name__} without __iter__ or __len__; return a "
+                f"The sampler made for client {client!r} is a {type(sampler).__name__} without __iter__ or __len__; return a "
                 "torch.utils.data.Sampler over the client's dataset."
             )
-        if isinstance(made, BatchSampler) or hasattr(made, "batch_size"):
+        if isinstance(sampler, BatchSampler) or hasattr(sampler, "batch_size"):
             options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
-            return DataLoader(view, batch_sampler=made, generator=seeds, **options)
-        return DataLoader(view, sampler=made, generator=seeds, **options)
+            return DataLoader(view, batch_sampler=sampler, generator=seeds, **options)
+        return DataLoader(view, sampler=sampler, generator=seeds, **options)
 
     def __getstate__(self) -> dict[str, Any]:
         # A Trainer is not part of the data, and cannot be sent to another process.

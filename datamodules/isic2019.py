@@ -118,8 +118,8 @@ class ISIC2019DataModule(NaturalSites):
         table = read_table(path)
         images = column_of(table, "image", "metadata").cells
         refuse_twice(path, images, "image")
-        known = dict(zip(images, column_of(table, "lesion_id", "metadata").cells, strict=True))
-        lesions = np.array([known.get(name) or name for name in names])
+        lesion_by_image = dict(zip(images, column_of(table, "lesion_id", "metadata").cells, strict=True))
+        lesions = np.array([lesion_by_image.get(name) or name for name in names])
         both = set(lesions[splits == "train"].tolist()) & set(lesions[splits == "test"].tolist())
         if both:
             rank_zero_warn(

@@ -131,7 +131,7 @@ class Volumes(FileSamples):
                 f"{self.masks[index]} has shape {tuple(mask.shape)} and its image {tuple(image.shape)}; get both again."
             )
         if not bool(((mask == 0) | (mask == 1)).all()):
-            raise ValueError(f"{self.masks[index]} has values other than 0 and 1; it is no mask.")
+            raise ValueError(f"{self.masks[index]} has values other than 0 and 1; it is not a mask.")
         x = F.interpolate(image[None, None], self.shape, mode="trilinear", align_corners=False)[0]
         y = F.interpolate(mask[None, None], self.shape, mode="nearest")[0, 0].long()
         return (x - x.mean()) / x.std().clamp(min=1e-8), y
@@ -142,16 +142,16 @@ def _named(folder: Path) -> tuple[int, str]:
     parts = folder.name.split("-")
     if len(parts) != 3 or not parts[0].startswith("IXI") or not parts[0][3:].isdecimal() or parts[1] not in HOSPITALS:
         raise ValueError(
-            f"{folder} is no folder of IXI, such as IXI002-Guys-0828 with {', '.join(HOSPITALS)}; move it away."
+            f"{folder} is not a folder of IXI, such as IXI002-Guys-0828 with {', '.join(HOSPITALS)}; move it away."
         )
     return int(parts[0][3:]), parts[1]
 
 
 def _only(folder: Path) -> Path:
-    found = sorted(folder.glob("*.nii.gz"))
-    if len(found) != 1:
-        raise FileNotFoundError(f"{folder} has {len(found)} files *.nii.gz; it must have one.")
-    return found[0]
+    paths = sorted(folder.glob("*.nii.gz"))
+    if len(paths) != 1:
+        raise FileNotFoundError(f"{folder} has {len(paths)} files *.nii.gz; it must have one.")
+    return paths[0]
 
 
 def _volume(path: Path) -> Tensor:

@@ -45,26 +45,26 @@ def read_keys(dataset: Any, split: str, source: Any = None, walk: bool = True) -
             raise ValueError(f"The labels given have no entry for the {split} data; give one under {split!r}.")
         source = source[split]
     if isinstance(source, str):
-        found = _known(dataset, (source,))
-        if found is None:
-            found = _walk(dataset, (source,), positional=False)
-        if found is None:
+        keys = _known(dataset, (source,))
+        if keys is None:
+            keys = _walk(dataset, (source,), positional=False)
+        if keys is None:
             raise ValueError(
                 f"The {split} data has no attribute {source!r} with one value for each sample, and its samples are no "
                 f"dictionaries with that key; name another one, or pass the values themselves."
             )
-        return found
+        return keys
     if source is not None:
-        found = as_classes(source(dataset) if callable(source) else source)
-        if found is None or len(found) != len(dataset):
-            shape = "no array" if found is None else f"{len(found)} values"
+        keys = as_classes(source(dataset) if callable(source) else source)
+        if keys is None or len(keys) != len(dataset):
+            shape = "no array" if keys is None else f"{len(keys)} values"
             raise ValueError(
                 f"The labels given for the {split} data are {shape} for {len(dataset)} samples; give one for each "
                 "sample, and with several splits a mapping {'train': ..., 'test': ...} or a function dataset -> array."
             )
-        return found
-    found = _known(dataset, _ATTRIBUTES)
-    return _walk(dataset, LABEL_KEYS, positional=True) if found is None and walk else found
+        return keys
+    keys = _known(dataset, _ATTRIBUTES)
+    return _walk(dataset, LABEL_KEYS, positional=True) if keys is None and walk else keys
 
 
 def as_classes(values: Any) -> np.ndarray | None:
@@ -161,8 +161,8 @@ def _known(dataset: Any, attributes: tuple[str, ...]) -> np.ndarray | None:
         return None if inner is None else inner[np.asarray(dataset.indices, dtype=np.int64)]
     if isinstance(dataset, ConcatDataset):
         parts = [_known(part, attributes) for part in dataset.datasets]
-        found = [part for part in parts if part is not None]
-        return np.concatenate(found) if found and len(found) == len(parts) else None
+        arrays = [part for part in parts if part is not None]
+        return np.concatenate(arrays) if arrays and len(arrays) == len(parts) else None
     for name in attributes:
         value = getattr(dataset, name, None)
         if value is None or callable(value):
@@ -208,10 +208,10 @@ def encode(keys: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray | None
         >>> encode({"train": np.array(["dog", "cat", "dog"])})
         {'train': array([1, 0, 1])}
     """
-    found = [array for array in keys.values() if array is not None]
-    if not found:
+    arrays = [array for array in keys.values() if array is not None]
+    if not arrays:
         return dict(keys)
-    if all(array.dtype.kind == "i" and (not len(array) or array.min() >= 0) for array in found):
+    if all(array.dtype.kind == "i" and (not len(array) or array.min() >= 0) for array in arrays):
         return dict(keys)
-    values = np.unique(np.concatenate(found))
+    values = np.unique(np.concatenate(arrays))
     return {split: None if array is None else np.searchsorted(values, array) for split, array in keys.items()}

@@ -99,12 +99,12 @@ class LazyClients(FederatedDataModule):
         self.name = name or (kind if make is None else _name(make))
         self._held: OrderedDict[int, Mapping[str, Dataset[Any]]] = OrderedDict()
         self._ids: list[str] | None = None
-        for split, held in self._sizes.items():
+        for split, split_sizes in self._sizes.items():
             check_split(split)
-            if not isinstance(held, int) and len(held) != num_clients:
+            if not isinstance(split_sizes, int) and len(split_sizes) != num_clients:
                 raise ValueError(
-                    f"{kind} has {num_clients} clients and {len(held)} sizes of the {split} split. Give a size for each "
-                    "client, or one number for all."
+                    f"{kind} has {num_clients} clients and {len(split_sizes)} sizes of the {split} split. Give a size for "
+                    "each client, or one number for all."
                 )
 
     def __repr__(self) -> str:
@@ -128,8 +128,8 @@ class LazyClients(FederatedDataModule):
             number: The client's number, from 0.
             split: `"train"`, `"val"` or `"test"`.
         """
-        held = self._sizes.get(split, 0)
-        return held if isinstance(held, int) else int(held[number])
+        sizes = self._sizes.get(split, 0)
+        return sizes if isinstance(sizes, int) else int(sizes[number])
 
     # -- the contract of federated data ------------------------------------------------------------------------------
     @property
@@ -156,11 +156,11 @@ class LazyClients(FederatedDataModule):
         Raises:
             ValueError: If the client has another number of samples than it was said to have.
         """
-        number, said = self._number(client), self.num_samples(client, split)
-        if not said and split != "train":
+        number, size = self._number(client), self.num_samples(client, split)
+        if not size and split != "train":
             return None
         dataset: Any = self._client(number).get(split, ())
-        view, collate = IndexView(dataset, range(said)), self.collate_fn or collate_rows
+        view, collate = IndexView(dataset, range(size)), self.collate_fn or collate_rows
         options: dict[str, Any] = {
             "batch_size": self.batch_size,
             "num_workers": self.num_workers,
@@ -168,7 +168,7 @@ class LazyClients(FederatedDataModule):
         }
         if split != "train":
             return DataLoader(view, generator=generator(self.seed, "workers", client, split), **options)
-        sampler = AddressedSampler(said, str(client), seed=self.seed)
+        sampler = AddressedSampler(size, str(client), seed=self.seed)
         return DataLoader(view, sampler=sampler, generator=sampler.generator, drop_last=self.drop_last, **options)
 
     def pooled_dataloader(self, split: str) -> None:
@@ -187,9 +187,9 @@ class LazyClients(FederatedDataModule):
         """Return a short hash of the name of the data, the seed, the number of clients and their sizes; nobody is read."""
         check_split(split)
         digest = hashlib.sha256(json.dumps([self.name, self.seed, self.num_clients]).encode())
-        held = self._sizes.get(split, 0) if type(self).size is LazyClients.size else None
-        if isinstance(held, int):
-            digest.update(f"{held}".encode())
+        sizes = self._sizes.get(split, 0) if type(self).size is LazyClients.size else None
+        if isinstance(sizes, int):
+            digest.update(f"{sizes}".encode())
         else:
             for number in range(self.num_clients):
                 digest.update(b"%d," % self.size(number, split))
@@ -205,24 +205,24 @@ class LazyClients(FederatedDataModule):
         if number in self._held:
             self._held.move_to_end(number)
             return self._held[number]
-        found = self.client(number)
-        if not isinstance(found, Mapping) or not set(found) <= set(SPLITS):
-            what = sorted(found) if isinstance(found, Mapping) else f"a {type(found).__name__}"
+        datasets = self.client(number)
+        if not isinstance(datasets, Mapping) or not set(datasets) <= set(SPLITS):
+            what = sorted(datasets) if isinstance(datasets, Mapping) else f"a {type(datasets).__name__}"
             raise ValueError(
                 f"Client '{number}' of {type(self).__name__} is {what}. Return its datasets by split, as in "
                 "{'train': dataset, 'val': dataset, 'test': dataset}."
             )
         for split in SPLITS:  # all of them: a split of size 0 is never asked for
-            held, said = len(cast(Sized, found.get(split, ()))), self.size(number, split)
-            if held != said:
+            count, declared = len(cast(Sized, datasets.get(split, ()))), self.size(number, split)
+            if count != declared:
                 raise ValueError(
-                    f"Client '{number}' of {type(self).__name__} has {held} samples in its {split} split, and its size was "
-                    f"given as {said}. Sizes weight the clients, and say who is scored: give those that client() returns."
+                    f"Client '{number}' of {type(self).__name__} has {count} samples in its {split} split, and its size was "
+                    f"given as {declared}. Sizes weight the clients, and say who is scored: give those that client() returns."
                 )
-        self._held[number] = found
+        self._held[number] = datasets
         while len(self._held) > self.keep:
             self._held.popitem(last=False)
-        return found
+        return datasets
 
     def __getstate__(self) -> dict[str, Any]:
         # neither a Trainer nor what was made of clients is part of the data that go to another process
@@ -233,8 +233,8 @@ def _name(make: Any) -> str:
     """Return the name of a function; of a partial one, with the arguments that it holds, which make other data."""
     if not isinstance(make, functools.partial):
         return str(getattr(make, "__qualname__", type(make).__qualname__))
-    held = [*map(_word, make.args), *(f"{name}={_word(value)}" for name, value in sorted(make.keywords.items()))]
-    return f"{_name(make.func)}({', '.join(held)})"
+    arguments = [*map(_word, make.args), *(f"{name}={_word(value)}" for name, value in sorted(make.keywords.items()))]
+    return f"{_name(make.func)}({', '.join(arguments)})"
 
 
 def _word(value: Any) -> str:

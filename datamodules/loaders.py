@@ -44,7 +44,7 @@ class LoaderDataModule(FederatedDataModule):
 
     Raises:
         ValueError: If there is no client, a validation or test loader of a client without a training loader, or
-            something that is no single loader with a known number of samples.
+            something that is not a single loader with a known number of samples.
 
     Example:
         >>> import torch
@@ -68,9 +68,9 @@ class LoaderDataModule(FederatedDataModule):
         self._loaders = {
             split: {
                 str(client): _addressed(_checked(loader, str(client), split), str(client), split)
-                for client, loader in (given or {}).items()
+                for client, loader in (loaders or {}).items()
             }
-            for split, given in zip(SPLITS, (train, val, test), strict=True)
+            for split, loaders in zip(SPLITS, (train, val, test), strict=True)
         }
         self._clients = list(self._loaders["train"])
         self._unions: dict[str, Any] = {}
@@ -193,11 +193,11 @@ def _combined(loader: CombinedLoader, client: str, what: str) -> DataLoader[Any]
             f"{what} is a CombinedLoader of mode {batches.mode!r}, with which a step gets the batch of one loader. Use "
             f"{listed(modes)}; or join the datasets (torch.utils.data.ConcatDataset)."
         )
-    for one in loader.flattened:
-        if isinstance(one, CombinedLoader):
+    for member in loader.flattened:
+        if isinstance(member, CombinedLoader):
             raise ValueError(f"{what} has a CombinedLoader in a CombinedLoader. Give all loaders in one.")
-        _checked(one, client, "train")
-        if one.persistent_workers:
+        _checked(member, client, "train")
+        if member.persistent_workers:
             raise ValueError(
                 f"{what} has a loader with persistent workers, whose random state would go on from visit to visit. Set "
                 "persistent_workers=False."

@@ -156,7 +156,7 @@ class MixtureDataModule(IndexedFederatedDataModule):
             table = shares[:, ::-1] if self.shift and name == "test" else shares
             indices = self._deal(dataset.y.numpy(), members, table, generator(self.seed, "mixture", name))
             splits[name] = Split(dataset, indices, dataset.y.numpy())
-            self._held_out |= {(group, name): IndexView(dataset, held) for group, held in enumerate(members)}
+            self._held_out |= {(group, name): IndexView(dataset, indices) for group, indices in enumerate(members)}
         ids = [str(number) for number in range(self.num_clients)]
         self._planted = {
             client: int(row.argmax()) for client, row in zip(ids, shares, strict=True) if (row == row.max()).sum() == 1
@@ -197,7 +197,7 @@ class MixtureDataModule(IndexedFederatedDataModule):
         """Deal each group's samples to the clients, the classes of a group in turn."""
         # Half a sample of rounding for each client and group is left free.
         size = min(
-            int((len(held) - len(shares)) // total) for held, total in zip(members, shares.sum(0), strict=True) if total
+            int((len(rows) - len(shares)) // total) for rows, total in zip(members, shares.sum(0), strict=True) if total
         )
         if size < 1:
             raise ValueError(
@@ -205,12 +205,12 @@ class MixtureDataModule(IndexedFederatedDataModule):
             )
         counts = np.stack([apportion(row, size) for row in shares])
         parts: list[list[Indices]] = [[] for _ in shares]
-        for group, held in enumerate(members):
-            shuffled = held[torch.randperm(len(held), generator=draw).numpy()]
+        for group, rows in enumerate(members):
+            shuffled = rows[torch.randperm(len(rows), generator=draw).numpy()]
             codes = np.unique(labels[shuffled], return_inverse=True)[1]
             order = np.argsort(codes, kind="stable")
             tally = np.bincount(codes)
-            rank = np.empty(len(held))
+            rank = np.empty(len(rows))
             rank[order] = (np.concatenate([np.arange(number) for number in tally]) + 0.5) / np.repeat(tally, tally)
             shuffled = shuffled[np.argsort(rank, kind="stable")]
             for part, piece in zip(parts, np.split(shuffled, np.cumsum(counts[:, group])), strict=False):

@@ -116,10 +116,10 @@ def pair_by_class(labels: Sequence[np.ndarray], generator: torch.Generator) -> l
         >>> images[a].tolist(), sounds[b].tolist()
         ([0, 1], [0, 1])
     """
-    classes = sorted(set.intersection(*(set(np.unique(found).tolist()) for found in labels)))
+    classes = sorted(set.intersection(*(set(np.unique(array).tolist()) for array in labels)))
     chosen: list[list[np.ndarray]] = [[] for _ in labels]
     for each in classes:
-        of_class = [np.flatnonzero(found == each) for found in labels]
+        of_class = [np.flatnonzero(array == each) for array in labels]
         count = min(map(len, of_class))
         for part, rows in zip(chosen, of_class, strict=True):
             part.append(rows[torch.randperm(len(rows), generator=generator)[:count].numpy()])

@@ -148,7 +148,7 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         for name in ("train", "val"):
             if name in splits:
                 splits[name].indices = [
-                    self._labelled(client, name, held) for client, held in zip(ids, splits[name].indices, strict=True)
+                    self._labelled(client, name, rows) for client, rows in zip(ids, splits[name].indices, strict=True)
                 ]
         self._mislabel(ids, splits)
         for split in splits.values():
@@ -156,8 +156,8 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         return ids, splits
 
     def fingerprint(self, split: str) -> str:
-        held = [(client, self._held[client]) for client in self.client_ids]
-        return hashlib.sha256(f"{super().fingerprint(split)}{held}".encode()).hexdigest()[:12]
+        modalities = [(client, self._held[client]) for client in self.client_ids]
+        return hashlib.sha256(f"{super().fingerprint(split)}{modalities}".encode()).hexdigest()[:12]
 
     @property
     def partition_name(self) -> str:
@@ -209,10 +209,10 @@ class MultimodalDataModule(IndexedFederatedDataModule):
             split.indices = [split.indices[place] for place in kept]
         return [ids[place] for place in kept], splits
 
-    def _labelled(self, client: str, split: str, held: Indices) -> Indices:
+    def _labelled(self, client: str, split: str, indices: Indices) -> Indices:
         """Return a client's samples without those whose label is missing."""
-        draws = torch.rand(len(held), generator=generator(self.seed, "missing labels", client, split)).numpy()
-        return np.asarray(held)[draws >= self.missing_labels]
+        draws = torch.rand(len(indices), generator=generator(self.seed, "missing labels", client, split)).numpy()
+        return np.asarray(indices)[draws >= self.missing_labels]
 
     def _mislabel(self, ids: list[str], splits: dict[str, Split]) -> None:
         """Give some training and validation samples wrong labels, by a transition matrix for each client."""
@@ -227,10 +227,10 @@ class MultimodalDataModule(IndexedFederatedDataModule):
             for name in ("train", "val"):
                 if name not in splits:
                     continue
-                held = splits[name].indices[place]
-                draws = torch.rand(len(held), generator=generator(self.seed, "wrong labels", client, name)).numpy()
-                passed = draws[:, None].astype(np.float64) >= matrix[train.y.numpy()[held]].cumsum(1)
-                y[held] = np.minimum(passed.sum(1), count - 1)
+                indices = splits[name].indices[place]
+                draws = torch.rand(len(indices), generator=generator(self.seed, "wrong labels", client, name)).numpy()
+                passed = draws[:, None].astype(np.float64) >= matrix[train.y.numpy()[indices]].cumsum(1)
+                y[indices] = np.minimum(passed.sum(1), count - 1)
         train.y = torch.from_numpy(y)
         for name in ("train", "val"):
             if name in splits:
@@ -242,8 +242,8 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         assert isinstance(dataset, ModalityDataset)
         for name in dataset.modalities:
             there = dataset.present.get(name, torch.ones(len(dataset), dtype=torch.bool))
-            for client, held in zip(ids, split.indices, strict=True):
+            for client, indices in zip(ids, split.indices, strict=True):
                 if name not in self._held[client]:
-                    there[torch.from_numpy(np.asarray(held))] = False
+                    there[torch.from_numpy(np.asarray(indices))] = False
             if not bool(there.all()):
                 dataset.present[name] = there

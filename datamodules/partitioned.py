@@ -111,8 +111,8 @@ class Partitioned(IndexedFederatedDataModule):
         )
         for value, kind in ((datamodule, "LightningDataModule"), (partitioner, "Partitioner")):
             if isinstance(value, type | str | int):
-                given = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
-                raise ValueError(f"Partitioned got {given} for its {kind}. Pass an instance.")
+                described = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+                raise ValueError(f"Partitioned got {described} for its {kind}. Pass an instance.")
         if not hasattr(datamodule, "train_dataloader"):
             raise ValueError(
                 f"Partitioned got {type(datamodule).__name__} as datamodule. Pass a LightningDataModule, then the "
@@ -214,16 +214,16 @@ class Partitioned(IndexedFederatedDataModule):
         owner = type(self.datamodule).__name__
         if self.trainer is not None:
             self.datamodule.trainer = self.trainer
-        found: dict[str, Any] = {}
+        wrapped: dict[str, Any] = {}
         # A random_split without a seed in the wrapped setup() is given one.
         with isolated(self.seed, "partition", "setup"):
             self.datamodule.setup("fit")
-            found["train"], found["val"] = self._wrapped_loader("train"), self._wrapped_loader("val")
+            wrapped["train"], wrapped["val"] = (self._wrapped_loader("train"), self._wrapped_loader("val"))
             self.datamodule.setup("test")
-            found["test"] = self._wrapped_loader("test")
-        if found["train"] is None:
+            wrapped["test"] = self._wrapped_loader("test")
+        if wrapped["train"] is None:
             raise ValueError(f"{owner} has no train_dataloader; Partitioned divides the training data among clients.")
-        loaders = {split: loader for split, loader in found.items() if loader is not None}
+        loaders = {split: loader for split, loader in wrapped.items() if loader is not None}
         options, shuffles = {}, {}
         for split, loader in loaders.items():
             options[split], shuffles[split] = loader_options(
@@ -245,11 +245,11 @@ class Partitioned(IndexedFederatedDataModule):
             self.val_seed,
             groups,
         )
-        for name, made in splits.items():
-            made.loader = dict(options.get(name, options["train"] | {"drop_last": False}))
-            made.shuffle, made.sampler = shuffles["train"], self.sampler
+        for name, federated_split in splits.items():
+            federated_split.loader = dict(options.get(name, options["train"] | {"drop_last": False}))
+            federated_split.shuffle, federated_split.sampler = shuffles["train"], self.sampler
             if self._override is not None:
-                made.loader["batch_size"] = self._override
+                federated_split.loader["batch_size"] = self._override
         self.batch_size = splits["train"].loader["batch_size"]
         return ids, splits
 
@@ -269,9 +269,9 @@ class Partitioned(IndexedFederatedDataModule):
         """Return the wrapped module's loader of a split; `None` if it has none."""
         name = _LOADER_HOOKS[split]
         # LightningDataModule.from_datasets puts its loaders on the instance.
-        own = name in vars(self.datamodule)
-        own = own or getattr(type(self.datamodule), name) is not getattr(LightningDataModule, name)
-        loader = getattr(self.datamodule, name)() if own else None
+        is_overridden = name in vars(self.datamodule)
+        is_overridden = is_overridden or getattr(type(self.datamodule), name) is not getattr(LightningDataModule, name)
+        loader = getattr(self.datamodule, name)() if is_overridden else None
         if isinstance(loader, list | tuple) and len(loader) <= 1:
             loader = loader[0] if loader else None
         return loader

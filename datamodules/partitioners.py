@@ -93,21 +93,21 @@ class PathologicalPartitioner(Partitioner):
         return SharePlan.of_counts(table, classes)
 
     def _classes(self, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        clients, held, total = self.num_clients, self.classes_per_client, len(counts)
-        if held > total:
+        clients, classes_each, total = self.num_clients, self.classes_per_client, len(counts)
+        if classes_each > total:
             raise ValueError(
-                f"PathologicalPartitioner got classes_per_client={held}, but the labels have {total} classes; "
+                f"PathologicalPartitioner got classes_per_client={classes_each}, but the labels have {total} classes; "
                 f"use classes_per_client <= {total}."
             )
-        if held * clients < total:
+        if classes_each * clients < total:
             raise ValueError(
-                f"PathologicalPartitioner: {clients} clients of {held} classes cannot hold all {total} classes and "
+                f"PathologicalPartitioner: {clients} clients of {classes_each} classes cannot hold all {total} classes and "
                 f"samples would be lost; use classes_per_client >= {-(-total // clients)} or more clients."
             )
         for _ in range(100):
             holds = np.zeros((clients, total), dtype=bool)
             for row in holds:
-                row[rng.choice(total, held, replace=False)] = True
+                row[rng.choice(total, classes_each, replace=False)] = True
             if holds.any(axis=0).all():
                 break
         for orphan in np.flatnonzero(~holds.any(axis=0)):
@@ -163,7 +163,7 @@ class GroupPlan(Plan):
         strange = sorted(set(keys.tolist()) - set(self.groups), key=str)
         if strange:
             raise ValueError(
-                f"NaturalPartitioner: groups {strange[:5]} have no training samples and so are no clients; remove "
+                f"NaturalPartitioner: groups {strange[:5]} have no training samples and so are not clients; remove "
                 "their samples from the other splits."
             )
         return [np.flatnonzero(keys == group).astype(np.int64) for group in self.groups]

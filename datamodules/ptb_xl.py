@@ -100,7 +100,7 @@ class PTBXLDataModule(NaturalSites):
         places: dict[str, set[str]] = {}
         for patient, site in zip(patients[kept].tolist(), sites[kept].tolist(), strict=True):
             places.setdefault(patient, set()).add(site)
-        both = sum(len(found) > 1 for found in places.values())
+        both = sum(len(sites_of_patient) > 1 for sites_of_patient in places.values())
         if both:
             rank_zero_warn(f"{source.name}: {both} patients have records at two or more sites.", category=UserWarning)
         files = column_of(table, "filename_lr" if self.rate == 100 else "filename_hr", "record").cells
@@ -121,22 +121,22 @@ class PTBXLDataModule(NaturalSites):
         names = column_of(statements, "code", "statement").cells
         refuse_twice(self.root / FILES[1], names, "statement")
         kinds = dict(zip(names, column_of(statements, "diagnostic_class", "statement").cells, strict=True))
-        found = np.full(len(cells), -1, dtype=np.int64)
+        classes = np.full(len(cells), -1, dtype=np.int64)
         for row, cell in enumerate(cells):
             try:
                 codes = {str(code): float(value) for code, value in ast.literal_eval(cell).items()}
             except Exception as error:  # of a damaged cell come many kinds
                 raise ValueError(
-                    f"{source}, sample {row + 1}: scp_codes {cell[:40]!r} is no table of statements."
+                    f"{source}, sample {row + 1}: scp_codes {cell[:40]!r} is not a table of statements."
                 ) from error
             unknown = next((code for code in codes if code not in kinds), None)
             if unknown is not None:
                 raise ValueError(f"{source}, sample {row + 1}: statement {unknown!r} is not in {FILES[1]}.")
-            known = [(value, CLASSES.index(kinds[code])) for code, value in codes.items() if kinds[code] in CLASSES]
-            if known:
-                best = max(known)[1]
-                found[row] = best if self.task == "superclass" else int(any(kind > 0 for _, kind in known))
-        return found
+            scores = [(value, CLASSES.index(kinds[code])) for code, value in codes.items() if kinds[code] in CLASSES]
+            if scores:
+                best = max(scores)[1]
+                classes[row] = best if self.task == "superclass" else int(any(kind > 0 for _, kind in scores))
+        return classes
 
     def _check_folds(self, patients: np.ndarray, folds: np.ndarray, source: Path) -> None:
         first: dict[str, int] = {}
@@ -185,7 +185,7 @@ class Records(FileSamples):
             raise ImportError(missing_package("PTB-XL's records are read by wfdb", "clinical")) from error
         try:
             record = wfdb.rdrecord(str(path), physical=False)
-            sums = [None if one is None else one % 65536 for one in record.checksum]
+            sums = [None if checksum is None else checksum % 65536 for checksum in record.checksum]
             for wrong, what in (
                 (sums != record.calc_checksum(), "the checksum"),
                 (tuple(map(str.upper, record.sig_name)) != LEADS, f"leads {record.sig_name}"),

@@ -119,7 +119,7 @@ def without_labels(batch: Any) -> Any:
 
 
 def has_positions(loader: Any) -> bool:
-    """Return True if samples have positions: not those of a stream, of ready batches, and of what is no `DataLoader`.
+    """Return True if samples have positions: not those of a stream, of ready batches, and of what is not a `DataLoader`.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -158,8 +158,8 @@ public: another data set.
             f"The public data of {owner} are a {what}, whose samples have no position, and they are addressed by position. "
             "Use a map-style dataset of samples (with __len__ and __getitem__), and a batch_size."
         )
-    found: DataLoader[Any] = loader
-    return found
+    checked: DataLoader[Any] = loader
+    return checked
 
 
 def size_of(loader: Any, owner: str) -> int:

@@ -73,8 +73,8 @@ class PublicDataModule(WithoutClients):
     def public_dataloader(self) -> DataLoader[Any] | None:
         if self._found is None:
             return None
-        found = self._found
-        return loader_of(found.dataset, found.positions, found.options, self.seed, self.public_labels)
+        public_set = self._found
+        return loader_of(public_set.dataset, public_set.positions, public_set.options, self.seed, self.public_labels)
 
     def _refuse(self) -> NoReturn:
         raise ValueError(

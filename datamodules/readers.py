@@ -52,20 +52,20 @@ def read_idx(path: Path, dimensions: int, most: Sequence[int] | None = None) -> 
             head = file.read(begin)
             if len(head) < begin or head[:4] != bytes([0, 0, 8, dimensions]):
                 raise ValueError(
-                    f"{path} is no idx file of unsigned bytes in {dimensions} dimensions (it begins with "
+                    f"{path} is not an idx file of unsigned bytes in {dimensions} dimensions (it begins with "
                     f"{head[:4].hex() or 'nothing'}, expected 000008{dimensions:02x}); {again}."
                 )
             shape = tuple(np.frombuffer(head, ">u4", dimensions, offset=4).tolist())
             expected, size = math.prod(shape), path.stat().st_size
-            said = f"its header says {' x '.join(map(str, shape))} = {expected} bytes"
+            header_text = f"its header says {' x '.join(map(str, shape))} = {expected} bytes"
             if any(a > b for a, b in zip(shape, most, strict=True)) if most is not None else expected > LARGEST_IDX:
                 bound = " x ".join(map(str, most)) if most is not None else f"{LARGEST_IDX} bytes"
                 raise ValueError(
-                    f"{path} is no file of this data set: {said}, and it can have {bound} at most; {again}."
+                    f"{path} is not a file of this data set: {header_text}, and it can have {bound} at most; {again}."
                 )
             if expected > size * GZIP_RATIO if packed else expected != size - begin:
                 has = f"{size} bytes of gzip cannot hold them" if packed else f"it has {size - begin}"
-                raise ValueError(f"{path} is truncated or too long: {said}, {has}; {again}.")
+                raise ValueError(f"{path} is truncated or too long: {header_text}, {has}; {again}.")
             array = np.empty(expected, dtype=np.uint8)
             got, room = 0, memoryview(array.data)
             while got < expected and (count := file.readinto(room[got : got + _CHUNK])):
@@ -74,7 +74,7 @@ def read_idx(path: Path, dimensions: int, most: Sequence[int] | None = None) -> 
         except (EOFError, OSError, zlib.error) as error:
             raise ValueError(f"{path} is a damaged gzip file ({error}); {again}.") from error
     if got < expected or rest:
-        raise ValueError(f"{path} is truncated or too long: {said}, it has {'more' if rest else got}; {again}.")
+        raise ValueError(f"{path} is truncated or too long: {header_text}, it has {'more' if rest else got}; {again}.")
     return array.reshape(shape)
 
 
@@ -155,26 +155,26 @@ def cifar_batches(source: Path, names: list[str]) -> tuple[np.ndarray, np.ndarra
         >>> images.shape, labels
         ((2, 3, 32, 32), array([3, 8]))
     """
-    found: dict[str, bytes] = {}
+    content_by_name: dict[str, bytes] = {}
     try:
         if source.is_dir():
             for name in names:
                 with (source / name).open("rb") as file:
-                    found[name] = _small(file, source / name)
+                    content_by_name[name] = _small(file, source / name)
         else:
             with gzip.open(source) as unpacked, tarfile.open(fileobj=_Bounded(unpacked), mode="r:") as archive:  # type: ignore[call-overload]
                 for member in archive:
                     name = Path(member.name).name
                     if name in names and (content := archive.extractfile(member)) is not None:
-                        found[name] = _small(content, member.name)
+                        content_by_name[name] = _small(content, member.name)
     except (OSError, EOFError, zlib.error, tarfile.TarError, _TooLarge) as error:
         raise ValueError(f"{source} cannot be read as CIFAR-10 ({error}); delete it and download it again.") from error
     images, labels = [], []
     for name in names:
-        if name not in found:
+        if name not in content_by_name:
             raise ValueError(f"{source} has no {name}; delete it and download it again.")
         try:
-            batch = _unpickled(found[name])
+            batch = _unpickled(content_by_name[name])
             images.append(np.asarray(batch[b"data"], dtype=np.uint8).reshape(-1, 3, 32, 32))
             labels.append(np.asarray(batch[b"labels"], dtype=np.int64))
         except (*_DAMAGE, KeyError) as error:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 COLUMNS = ("split", "client", "samples", "total_variation")
-"""Columns of a table of clients that are no classes."""
+"""Columns of a table of clients that are not classes."""
 
 
 @dataclass
@@ -70,14 +70,14 @@ class PartitionReport:
         """
         overall = self.counts.sum(axis=0) / max(1, self.counts.sum())
         with np.errstate(invalid="ignore", divide="ignore"):
-            own = self.counts / self.sizes[:, None]
-        return np.asarray(np.abs(own - overall).sum(axis=1) / 2)
+            shares = self.counts / self.sizes[:, None]
+        return np.asarray(np.abs(shares - overall).sum(axis=1) / 2)
 
     @property
     def mean_total_variation(self) -> float:
         """Mean distance over the clients that have samples; NaN if none has."""
-        held = self.total_variation[self.sizes > 0]
-        return float(held.mean()) if len(held) else float("nan")
+        distances = self.total_variation[self.sizes > 0]
+        return float(distances.mean()) if len(distances) else float("nan")
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary a client: `client`, `samples`, `total_variation` and one entry a class.
@@ -137,11 +137,11 @@ def describe(
     """
     if isinstance(source, FederatedDataModule):
         ids = sort_clients(source.client_ids)
-        held = [source.class_counts(client, split) for client in ids]
-        if any(row is None for row in held):
+        count_rows = [source.class_counts(client, split) for client in ids]
+        if any(row is None for row in count_rows):
             table = np.array([[source.num_samples(client, split)] for client in ids])
         else:
-            table = np.array(held)
+            table = np.array(count_rows)
         names = class_names_of(source) or [str(number) for number in range(source.num_classes or 0)]
         return PartitionReport(ids, names if len(names) == table.shape[1] else ["all"], table.astype(np.int64))
     ids = [str(i) for i in range(len(source))] if client_ids is None else [str(name) for name in client_ids]
@@ -272,7 +272,7 @@ class Duplicates:
 def find_duplicates(data: FederatedDataModule, most: int = 200_000) -> Duplicates | None:
     """Find samples with equal inputs in training and other data, and at two clients.
 
-    A score on a test image that was trained on is too good, and a patient who is at two hospitals is no independent
+    A score on a test image that was trained on is too good, and a patient who is at two hospitals is not an independent
     sample of either. Rows of a small table may be equal by chance. Inputs are compared by their hash, targets are not.
 
     Args:
@@ -280,7 +280,7 @@ def find_duplicates(data: FederatedDataModule, most: int = 200_000) -> Duplicate
         most: Samples that are read at most; with more of them nothing is compared.
 
     Returns:
-        What was found, or `None` where there are more samples, inputs are no tensors or wait for statistics of all clients,
+        What was found, or `None` where there are more samples, inputs are not tensors or wait for statistics of all clients,
         or clients are made when they are asked for.
 
     Example:
@@ -300,10 +300,10 @@ def find_duplicates(data: FederatedDataModule, most: int = 200_000) -> Duplicate
     trained: dict[bytes, tuple[str, int]] = {}
     shared = leaked = 0
     examples: list[str] = []
-    known: dict[tuple[int, int], bytes | None] = {}
+    hash_by_position: dict[tuple[int, int], bytes | None] = {}
     for split in sorted(SPLITS, key=lambda name: name != "train"):
         for client in clients:
-            for row, key in enumerate(_hashes(data, client, split, known)):
+            for row, key in enumerate(_hashes(data, client, split, hash_by_position)):
                 if key is None:
                     return None
                 if split == "train":
@@ -323,16 +323,16 @@ def find_duplicates(data: FederatedDataModule, most: int = 200_000) -> Duplicate
 
 
 def _hashes(
-    data: IndexedFederatedDataModule, client: str, split: str, known: dict[tuple[int, int], bytes | None]
+    data: IndexedFederatedDataModule, client: str, split: str, hash_by_position: dict[tuple[int, int], bytes | None]
 ) -> Iterator[bytes | None]:
-    """Yield the hash of each input of a client's split; `None` for one that is no tensor."""
+    """Yield the hash of each input of a client's split; `None` for one that is not a tensor."""
     loader = data.client_dataloader(client, split)
     view: Any = getattr(loader, "dataset", ())
     for row, index in zip(range(len(view)), getattr(view, "indices", ()), strict=True):
         place = (id(view.dataset), int(index))
-        if place not in known:
-            known[place] = _hash(view[row])
-        yield known[place]
+        if place not in hash_by_position:
+            hash_by_position[place] = _hash(view[row])
+        yield hash_by_position[place]
 
 
 def _hash(sample: Any) -> bytes | None:
@@ -407,27 +407,31 @@ def describe_columns(
     """
     clients = sort_clients(data.client_ids)
     patients = {client: data.sample_values(client, split, group) if group else None for client in clients}
-    found = []
+    reports = []
     for name in columns:
         cells = {client: data.sample_values(client, split, name) for client in clients}
-        single = {client: _first_of_each(own, patients[client]) for client, own in cells.items()}
-        found.append(_report(name, cells, single))
-    return sorted(found, key=lambda one: (one.p is None, one.p or 0.0, -(one.effect or 0.0)))
+        single = {client: _first_of_each(column, patients[client]) for client, column in cells.items()}
+        reports.append(_report(name, cells, single))
+    return sorted(reports, key=lambda report: (report.p is None, report.p or 0.0, -(report.effect or 0.0)))
 
 
 def _report(name: str, cells: dict[str, list[str]], single: dict[str, list[str]]) -> ColumnReport:
-    every = [cell for own in cells.values() for cell in own if cell]
+    every = [cell for column in cells.values() for cell in column if cell]
     numbers = len(set(every)) > MOST_LEVELS and sum(map(_is_number, every)) > _NUMBERS * len(every)
     free = not numbers and len(set(every)) > max(MOST_LEVELS, _OWN * len(every))
     lines = []
-    for client, own in cells.items():
-        known = [cell for cell in own if cell and (not numbers or _is_number(cell))]
-        line: dict[str, Any] = {"client": client, "samples": len(own), "missing": 1 - len(known) / max(1, len(own))}
-        lines.append(line | (_quantiles(known) if numbers else _commonest([] if free else known)))
+    for client, column in cells.items():
+        full = [cell for cell in column if cell and (not numbers or _is_number(cell))]
+        line: dict[str, Any] = {
+            "client": client,
+            "samples": len(column),
+            "missing": 1 - len(full) / max(1, len(column)),
+        }
+        lines.append(line | (_quantiles(full) if numbers else _commonest([] if free else full)))
     if free:  # each cell would be a category of its own, and the commonest one a patient's text
         return ColumnReport(name, "", None, None, lines)
-    groups = [[cell for cell in own if cell and (not numbers or _is_number(cell))] for own in single.values()]
-    test, p, effect = _compared([own for own in groups if own], numbers)
+    groups = [[cell for cell in column if cell and (not numbers or _is_number(cell))] for column in single.values()]
+    test, p, effect = _compared([group for group in groups if group], numbers)
     return ColumnReport(name, test, p, effect, lines)
 
 
@@ -435,14 +439,14 @@ def _compared(groups: list[list[str]], numbers: bool) -> tuple[str, float | None
     """Return the test of equal distributions, its p-value and its effect."""
     from scipy import stats
 
-    total, different = sum(map(len, groups)), {cell for own in groups for cell in own}
+    total, different = sum(map(len, groups)), {cell for group in groups for cell in group}
     if len(groups) < 2 or len(different) < 2:
         return "", None, None
     if numbers:
-        found = stats.kruskal(*[np.array(own, dtype=np.float64) for own in groups])
-        return "Kruskal-Wallis", float(found.pvalue), float(found.statistic) / (total - 1)
+        kruskal = stats.kruskal(*[np.array(group, dtype=np.float64) for group in groups])
+        return "Kruskal-Wallis", float(kruskal.pvalue), float(kruskal.statistic) / (total - 1)
     words = sorted(different)
-    table = np.array([[Counter(own)[word] for word in words] for own in groups])
+    table = np.array([[Counter(group)[word] for word in words] for group in groups])
     tested = stats.chi2_contingency(table, correction=False)
     effect = float(np.sqrt(tested.statistic / (total * (min(table.shape) - 1))))
     return "chi-square", float(tested.pvalue), effect
@@ -483,7 +487,7 @@ LINES = 40
 
 
 def plot_images(data: FederatedDataModule, split: str = "train", most: int = 8) -> Figure | None:
-    """Return the first images of each client side by side, all clients in their order; `None` if samples are no images.
+    """Return the first images of each client side by side, all clients in their order; `None` if samples are not images.
 
     Args:
         data: The data module, after `setup`.
@@ -502,22 +506,22 @@ def plot_images(data: FederatedDataModule, split: str = "train", most: int = 8) 
     for axes in grid.flat:
         axes.axis("off")
     for number, (client, images) in enumerate(shown.items()):
-        own = grid[number % lines, number // lines * most :]
-        for axes, image in zip(own, images, strict=False):
+        client_axes = grid[number % lines, number // lines * most :]
+        for axes, image in zip(client_axes, images, strict=False):
             axes.imshow(image, cmap="gray")
-        own[0].set_title(f"client {client}", fontsize=8, loc="left", parse_math=False)
+        client_axes[0].set_title(f"client {client}", fontsize=8, loc="left", parse_math=False)
     return figure
 
 
 def _images(data: FederatedDataModule, client: str, split: str, most: int) -> list[np.ndarray]:
     loader = data.client_dataloader(client, split)
     dataset: Any = () if loader is None else loader.dataset
-    found = []
+    images = []
     for place in range(min(most, len(dataset))):
         x = dataset[place][0] if isinstance(dataset[place], list | tuple) else None
         if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[0] not in (1, 3):
             return []
         x = x.detach().float().permute(1, 2, 0).numpy()
         low, high = float(x.min()), float(x.max())
-        found.append((x - low) / ((high - low) or 1.0))
-    return found
+        images.append((x - low) / ((high - low) or 1.0))
+    return images

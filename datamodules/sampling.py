@@ -74,12 +74,12 @@ def preserve_generators(*values: Any) -> Iterator[None]:
         >>> data.rng.random() == first
         True
     """
-    found = [generator for value in values for _, generator in own_generators(value)]
-    states = [state_of(generator) for generator in found]
+    generators = [generator for value in values for _, generator in own_generators(value)]
+    states = [state_of(generator) for generator in generators]
     try:
         yield
     finally:
-        for generator, state in zip(found, states, strict=True):
+        for generator, state in zip(generators, states, strict=True):
             set_state(generator, state)
 
 
@@ -176,12 +176,12 @@ def reseed_loader(loader: Any, *parts: object) -> None:
     if not isinstance(loader, DataLoader):
         return
     owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    found: list[torch.Generator] = []
+    generators: list[torch.Generator] = []
     for owner in owners:
         generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
-            generator.manual_seed(address(*parts, len(found)))
-            found.append(generator)
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in generators):
+            generator.manual_seed(address(*parts, len(generators)))
+            generators.append(generator)
 
 
 def going_on(loader: DataLoader[Any]) -> str | None:

@@ -51,8 +51,8 @@ class ShiftedDataModule(WrappedIndexedDataModule):
             refused. `None`: the shift stays.
 
     Raises:
-        ValueError: If the shift does not fit its strength; at `setup`, if there is one client, labels are no classes, or
-            samples are no pairs.
+        ValueError: If the shift does not fit its strength; at `setup`, if there is one client, labels are not classes, or
+            samples are not pairs.
 
     Example:
         >>> from fedlightning.datamodules import DigitsDataModule, IIDPartitioner, ShiftedDataModule
@@ -107,23 +107,23 @@ class ShiftedDataModule(WrappedIndexedDataModule):
         draws = [generator(self.seed, "concept", concept) for concept in range(self.concepts)]
         self._permutations = [torch.randperm(count or 1, generator=draw).numpy() for draw in draws]
         self._permutations[0] = np.arange(count or 1)
-        found = {}
+        splits = {}
         for name, split in self.source._splits.items():
             holder = np.full(len(split.dataset), -1, dtype=np.int64)  # type: ignore[arg-type]
-            for place, held in enumerate(split.indices):
-                if (holder[np.asarray(held, dtype=np.int64)] >= 0).any():
+            for place, indices in enumerate(split.indices):
+                if (holder[np.asarray(indices, dtype=np.int64)] >= 0).any():
                     raise ValueError("ShiftedDataModule got a source in which two clients hold the same sample.")
-                holder[np.asarray(held, dtype=np.int64)] = place
+                holder[np.asarray(indices, dtype=np.int64)] = place
             labels = split.labels
             if labels is not None and self.concepts > 1:
                 labels = labels.copy()
-                for place, held in enumerate(split.indices):
-                    labels[held] = self._permutations[place % self.concepts][labels[held]]
+                for place, indices in enumerate(split.indices):
+                    labels[indices] = self._permutations[place % self.concepts][labels[indices]]
             data = _Shifted(split.dataset, holder, self, name)
-            found[name] = Split(
+            splits[name] = Split(
                 data, split.indices, labels, dict(split.loader), split.shuffle, split.sampler, split.groups
             )
-        return clients, found
+        return clients, splits
 
     @property
     def drifts(self) -> bool:
@@ -132,14 +132,14 @@ class ShiftedDataModule(WrappedIndexedDataModule):
     def at_round(self, round: int) -> ShiftedDataModule:
         if self.grows_over is None:
             return self
-        made, train = copy.copy(self), self._splits["train"]
+        grown, train = copy.copy(self), self._splits["train"]
         data = cast(_Shifted, train.dataset)
         share = min(1.0, round / self.grows_over)
-        made._splits = {
+        grown._splits = {
             **self._splits,
             "train": replace(train, dataset=_Shifted(data.dataset, data.holder, self, "train", share)),
         }
-        return made
+        return grown
 
     @property
     def partition_name(self) -> str:
@@ -150,9 +150,9 @@ class ShiftedDataModule(WrappedIndexedDataModule):
 
     def fingerprint(self, split: str) -> str:
         """Return a short hash of which client holds which samples, and of the shift."""
-        held = f"{super().fingerprint(split)} {self.features} {self.strength} {self.concepts}"
-        held += "" if self.grows_over is None else f" {self.grows_over}"
-        return hashlib.sha256(held.encode()).hexdigest()[:12]
+        content = f"{super().fingerprint(split)} {self.features} {self.strength} {self.concepts}"
+        content += "" if self.grows_over is None else f" {self.grows_over}"
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     @property
     def planted_groups(self) -> dict[str, int] | None:
@@ -165,10 +165,13 @@ class ShiftedDataModule(WrappedIndexedDataModule):
         """How far the clients' data are apart, after `setup`.
 
         `features`: largest level of a client (the strength). `concepts`: share of classes that two clients of different
-        concepts, on average over pairs of clients, call differently; 0 is no concept shift, about `1 - 1 / classes` the most.
+        concepts, on average over pairs of clients, call differently; 0: no concept shift; the most is about
+        `1 - 1 / classes`.
         """
         names = [self._permutations[place % self.concepts] for place in range(len(self.client_ids))]
-        pairs = [float((one != other).mean()) for place, one in enumerate(names) for other in names[place + 1 :]]
+        pairs = [
+            float((classes != other).mean()) for place, classes in enumerate(names) for other in names[place + 1 :]
+        ]
         return {"features": self.strength, "concepts": float(np.mean(pairs)) if pairs else 0.0}
 
     def level(self, place: int) -> float:
@@ -227,22 +230,22 @@ class _Shifted(Dataset[Any]):
         else:
             samples = [self.dataset[row] for row in rows]
             if not all(
-                isinstance(one, tuple | list) and len(one) == 2 and isinstance(one[0], Tensor) for one in samples
+                isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], Tensor) for pair in samples
             ):
                 raise ValueError("ShiftedDataModule shifts samples (x, y) whose x is a tensor; its source has others.")
-            x = torch.stack([one[0] for one in samples])
-            y = torch.stack([torch.as_tensor(one[1]) for one in samples])
-        found: list[Any] = [None] * len(rows)
+            x = torch.stack([pair[0] for pair in samples])
+            y = torch.stack([torch.as_tensor(pair[1]) for pair in samples])
+        shifted_samples: list[Any] = [None] * len(rows)
         places = self.holder[np.asarray(rows, dtype=np.int64)]
         for place in np.unique(places).tolist():
-            own = np.flatnonzero(places == place)
-            kept = torch.from_numpy(own)
+            client_rows = np.flatnonzero(places == place)
+            kept = torch.from_numpy(client_rows)
             pair = (x[kept], y[kept])
             if place >= 0:  # a sample of nobody stays as it is
-                pair = self.owner.shifted(*pair, place, [rows[k] for k in own], self.split, self.share)
-            for k, one, label in zip(own, *pair, strict=True):
-                found[k] = (one, label)
-        return found
+                pair = self.owner.shifted(*pair, place, [rows[k] for k in client_rows], self.split, self.share)
+            for k, shifted_x, label in zip(client_rows, *pair, strict=True):
+                shifted_samples[k] = (shifted_x, label)
+        return shifted_samples
 
 
 def rotated(images: Tensor, degrees: float) -> Tensor:

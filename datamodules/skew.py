@@ -355,18 +355,19 @@ class PowerLawPartitioner(Partitioner):
             return PartialPlan(SharePlan.of_counts(np.vstack([table, counts - table.sum(axis=0)]), classes))
         draws = np.where(holders, rng.lognormal(0.0, self.sigma, holders.shape), 0.0)
         columns = [
-            np.where(held, self.least, 0) + apportion(draw, int(size) - self.least * int(held.sum()))
-            for held, draw, size in zip(holders.T, draws.T, counts, strict=True)
+            np.where(holds_class, self.least, 0) + apportion(draw, int(size) - self.least * int(holds_class.sum()))
+            for holds_class, draw, size in zip(holders.T, draws.T, counts, strict=True)
         ]
         return SharePlan.of_counts(np.stack(columns, axis=1), classes)
 
     def _holders(self, counts: np.ndarray) -> np.ndarray:
         """Return who holds which class, bool `(clients, classes)`."""
-        clients, held, total = self.num_clients, self.classes_per_client, len(counts)
-        if held > total or held + clients - 1 < total:
-            rule = f"at most {total}" if held > total else f"at least {total - clients + 1}, so that no class is lost"
+        clients, each, total = self.num_clients, self.classes_per_client, len(counts)
+        if each > total or each + clients - 1 < total:
+            rule = f"at most {total}" if each > total else f"at least {total - clients + 1}, so that no class is lost"
             raise ValueError(
-                f"PowerLawPartitioner got classes_per_client={held} for {clients} clients and {total} classes; use {rule}."
+                f"PowerLawPartitioner got classes_per_client={each} for {clients} clients and {total} classes; use "
+                f"{rule}."
             )
         if self.scheme == "pfedme" and clients % total:
             raise ValueError(
@@ -374,7 +375,7 @@ class PowerLawPartitioner(Partitioner):
                 f"{total}, or scheme='fedprox'."
             )
         holders = np.zeros((clients, total), dtype=bool)
-        for place in range(held):
+        for place in range(each):
             holders[np.arange(clients), (np.arange(clients) + place) % total] = True
         short = holders.sum(axis=0) * self.least > counts
         if short.any():

@@ -89,20 +89,20 @@ class SpokenDigitsDataModule(MultimodalDataModule):
         if self.split == "recordings":
             testing = takes < TEST_TAKES
         else:
-            known = sorted(set(speakers.tolist()))
-            held = known[-1:] if self.test_speakers is None else self.test_speakers
-            if not held or not set(held) < set(known):
+            all_speakers = sorted(set(speakers.tolist()))
+            testing_speakers = all_speakers[-1:] if self.test_speakers is None else self.test_speakers
+            if not testing_speakers or not set(testing_speakers) < set(all_speakers):
                 raise ValueError(
-                    f"SpokenDigitsDataModule got test_speakers={held}; the speakers are {', '.join(known)}. Name "
-                    "some, not all of them."
+                    f"SpokenDigitsDataModule got test_speakers={testing_speakers}; the speakers are "
+                    f"{', '.join(all_speakers)}. Name some, not all of them."
                 )
-            testing = np.isin(speakers, held)
+            testing = np.isin(speakers, testing_speakers)
         parts = []
         for name, images, chosen in zip(("train", "test"), self.images.load(), (~testing, testing), strict=True):
             heard = np.flatnonzero(chosen)
-            seen, said = pair_by_class([images.y.numpy(), digits[heard]], generator("spoken digits", name))
+            seen, spoken = pair_by_class([images.y.numpy(), digits[heard]], generator("spoken digits", name))
             order = torch.randperm(len(seen), generator=generator("spoken digits", name, "order"))
-            rows, recordings = torch.from_numpy(seen)[order], heard[said][order.numpy()]
+            rows, recordings = torch.from_numpy(seen)[order], heard[spoken][order.numpy()]
             pixels, labels = images.rows(rows)
             self._speakers[name] = speakers[recordings]
             parts.append(ModalityDataset({"image": pixels.float(), "audio": sounds[recordings]}, labels))
@@ -128,7 +128,7 @@ def read_recordings(root: Path) -> tuple[Tensor, np.ndarray, np.ndarray, np.ndar
     """Return spectrograms `(recordings, 1, 32, 48)`, digits, speakers and takes, in the order of the file names."""
     from scipy.io import wavfile
 
-    found = []
+    recordings = []
     for name, file in sorted(_files(root), key=lambda pair: pair[0]):
         try:
             rate, wave = wavfile.read(file)
@@ -139,13 +139,13 @@ def read_recordings(root: Path) -> tuple[Tensor, np.ndarray, np.ndarray, np.ndar
                 f"{name} has {rate} Hz and shape {wave.shape} of {wave.dtype}; FSDD is {RATE} Hz mono of 16 bits."
             )
         digit, speaker, take = NAME.fullmatch(name).groups()  # type: ignore[union-attr]
-        found.append((log_mel(torch.from_numpy(wave.astype(np.float32) / 32767)), int(digit), speaker, int(take)))
-    if not found:
+        recordings.append((log_mel(torch.from_numpy(wave.astype(np.float32) / 32767)), int(digit), speaker, int(take)))
+    if not recordings:
         raise FileNotFoundError(
             f"There are no recordings in {root}: no files such as recordings/0_george_0.wav, and no .tar of them. Get the "
             "Free Spoken Digit Dataset and set root to its folder."
         )
-    spectrograms, digits, speakers, takes = zip(*found, strict=True)
+    spectrograms, digits, speakers, takes = zip(*recordings, strict=True)
     return torch.stack(spectrograms), np.array(digits), np.array(speakers), np.array(takes)
 
 
@@ -179,8 +179,8 @@ def log_mel(wave: Tensor) -> Tensor:
     wave = torch.nn.functional.pad(wave, (0, max(0, length - len(wave))))[:length]
     window = torch.hann_window(WINDOW)
     power = torch.stft(wave, WINDOW, HOP, window=window, center=False, return_complex=True).abs().square()
-    found = (_mel_filters() @ power + 1e-6).log()
-    return ((found - found.mean()) / found.std().clamp_min(1e-5))[None]
+    spectrogram = (_mel_filters() @ power + 1e-6).log()
+    return ((spectrogram - spectrogram.mean()) / spectrogram.std().clamp_min(1e-5))[None]
 
 
 @cache

@@ -52,18 +52,18 @@ class Open:
     def sums(self, rows: np.ndarray) -> Sums:
         """Return what the rows of a client give."""
         groups = np.arange(len(rows)) if self.groups is None else self.groups[rows]
-        found: Sums = {}
+        sums: Sums = {}
         for name, (_, values) in self.numbers.items():
-            own = values[rows]
-            if len(np.unique(groups[~np.isnan(own)])) < self.least:
-                own = own[:0]
+            column = values[rows]
+            if len(np.unique(groups[~np.isnan(column)])) < self.least:
+                column = column[:0]
             if name in self.ranges:
-                found[f"bins {name}"] = bins_of(own, self.ranges[name], self.least)
+                sums[f"bins {name}"] = bins_of(column, self.ranges[name], self.least)
             else:
-                found[f"moments {name}"] = moments_of(own, self.least)
+                sums[f"moments {name}"] = moments_of(column, self.least)
         for name, (_, _, cells) in self.words.items():
-            found[f"words {name}"] = words_of(cells[rows].tolist(), groups.tolist(), self.least)
-        return found
+            sums[f"words {name}"] = words_of(cells[rows].tolist(), groups.tolist(), self.least)
+        return sums
 
     def filled(self, x: Tensor, names: Sequence[str], totals: Mapping[str, Any]) -> tuple[Tensor, list[str]]:
         """Return the features `(samples, features)` and their names, with nothing open any more."""
@@ -99,15 +99,15 @@ def check_scale(
 
 
 def standardised(
-    values: np.ndarray, own: Sequence[np.ndarray], rows: Sequence[np.ndarray], given: Sequence[float] | None = None
+    values: np.ndarray, seen: Sequence[np.ndarray], rows: Sequence[np.ndarray], moments: Sequence[float] | None = None
 ) -> np.ndarray:
     """Return a column with every client's values standardised, and gaps filled with the mean.
 
     Args:
         values: The column, NaN for a gap.
-        own: Rows of each client whose mean and standard deviation are taken.
+        seen: Rows of each client whose mean and standard deviation are taken.
         rows: All rows of each client.
-        given: Mean and standard deviation of all clients; `None`: each has its own.
+        moments: Mean and standard deviation of all clients; `None`: each has its own.
 
     Example:
         >>> values = np.array([1.0, 3.0, np.nan, 50.0])
@@ -115,11 +115,11 @@ def standardised(
         array([-1.,  1.,  0., 48.])
     """
     scaled = np.zeros_like(values)
-    for mine, everything in zip(own, rows, strict=True):
-        known = values[mine][~np.isnan(values[mine])]
-        if given is None and not len(known):  # nothing is known of the column here
+    for mine, everything in zip(seen, rows, strict=True):
+        filled = values[mine][~np.isnan(values[mine])]
+        if moments is None and not len(filled):  # nothing is known of the column here
             continue
-        mean, deviation = (known.mean(), spread_of(known)) if given is None else given
+        mean, deviation = (filled.mean(), spread_of(filled)) if moments is None else moments
         scaled[everything] = np.nan_to_num((values[everything] - mean) / (deviation if deviation > 0 else 1.0))
     return scaled
 
@@ -156,10 +156,10 @@ def moments_of(values: np.ndarray, least: int) -> list[float]:
         >>> moments_of(np.array([1.0, 2.0, np.nan]), least=2), moments_of(np.array([1.0]), least=2)
         ([2.0, 3.0, 5.0], [0.0, 0.0, 0.0])
     """
-    known = values[~np.isnan(values)]
-    if len(known) < least:
+    filled = values[~np.isnan(values)]
+    if len(filled) < least:
         return [0.0, 0.0, 0.0]
-    return [float(len(known)), math.fsum(known), math.fsum((known * known).tolist())]
+    return [float(len(filled)), math.fsum(filled), math.fsum((filled * filled).tolist())]
 
 
 def bins_of(values: np.ndarray, ends: Sequence[float], least: int) -> list[float]:
@@ -173,22 +173,22 @@ def bins_of(values: np.ndarray, ends: Sequence[float], least: int) -> list[float
         >>> len(counts), [(place, count) for place, count in enumerate(counts) if count]
         (102, [(1, 3.0), (100, 2.0)])
     """
-    known = np.sort(values[~np.isnan(values)])
+    filled = np.sort(values[~np.isnan(values)])
     edges = np.linspace(float(ends[0]), float(ends[1]), BINS + 1)
-    places = np.searchsorted(edges, known, side="right")
-    found = np.zeros(BINS + 2)
-    if len(known) < least:
-        return found.tolist()
+    places = np.searchsorted(edges, filled, side="right")
+    counts = np.zeros(BINS + 2)
+    if len(filled) < least:
+        return counts.tolist()
     start = 0
-    while start < len(known):
+    while start < len(filled):
         end = start + least
-        if end < len(known):
+        if end < len(filled):
             end = int(np.searchsorted(places, places[end - 1], side="right"))  # all of a bin go together
-        if len(known) - end < least:  # those that are left would be too few
-            end = len(known)
-        found[places[(start + end - 1) // 2]] += end - start
+        if len(filled) - end < least:  # those that are left would be too few
+            end = len(filled)
+        counts[places[(start + end - 1) // 2]] += end - start
         start = end
-    return found.tolist()
+    return counts.tolist()
 
 
 def words_of(cells: Iterable[str], groups: Sequence[Any], least: int) -> dict[str, float]:
@@ -238,7 +238,7 @@ def quantile(counts: Sequence[float], ends: Sequence[float], share: float) -> fl
 def centre_and_spread(
     name: str, totals: Mapping[str, Any], ranges: Mapping[str, Sequence[float]]
 ) -> tuple[float, float]:
-    """Return what a column is centred by and divided by; 1 in the place of a spread of 0."""
+    """Return what a column is centred by and divided by; 1 instead of a spread of 0."""
     if name in ranges:
         counts = totals[f"bins {name}"]
         low, middle, high = (quantile(counts, ranges[name], share) for share in (0.25, 0.5, 0.75))

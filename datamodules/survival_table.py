@@ -32,7 +32,7 @@ class SurvivalTableDataModule(TabularFederatedDataModule):
         path: The file, in UTF-8.
         target: Column of times, numbers of at least 0.
         event: Column that says whether the event was seen.
-        client: Column that names each row's client (a hospital). It is no feature.
+        client: Column that names each row's client (a hospital). It is not a feature.
         partitioner: Divides the rows if no column does; it may divide by event.
         event_value: The value of `event` that means an event; every other value is censoring.
         options: The other arguments of `TabularFederatedDataModule`, by name; `task` and `target_statistics` stay as
@@ -85,13 +85,13 @@ class SurvivalTableDataModule(TabularFederatedDataModule):
         times, events = columns
         if times.numbers is None:
             raise ValueError(f"{self.path}: {times.name!r} holds words; times are numbers.")
-        found = times.numbers[kept]
-        if (found < 0).any():
+        kept_times = times.numbers[kept]
+        if (kept_times < 0).any():
             row = int(np.flatnonzero(times.numbers < 0)[0])
             raise ValueError(
                 f"{self.path}: sample {row + 1} has the time {times.numbers[row]:g} in {times.name!r}; it is negative."
             )
-        refuse_extremes(f"{self.path}: the time {times.name!r}", found, [np.arange(len(found))])
+        refuse_extremes(f"{self.path}: the time {times.name!r}", kept_times, [np.arange(len(kept_times))])
         same = np.array([_same(cell, self.event_value) for cell in np.array(events.cells)[kept]])
         if not same.any():
             values = sorted(set(events.cells) - {""})
@@ -107,7 +107,7 @@ class SurvivalTableDataModule(TabularFederatedDataModule):
                 category=UserWarning,
             )
         classes = same.astype(np.int64)
-        return torch.from_numpy(np.stack([classes, found], axis=1)).float(), classes
+        return torch.from_numpy(np.stack([classes, kept_times], axis=1)).float(), classes
 
 
 def _same(cell: str, value: str) -> bool:

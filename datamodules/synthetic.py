@@ -97,13 +97,13 @@ class SyntheticDevicesDataModule(IndexedFederatedDataModule):
         x, y, sizes = draw_devices(self.alpha, self.beta, self.iid, self.num_clients, self.seed)
         ids = [str(device) for device in range(self.num_clients)]
         parts: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
-        for device, held in zip(ids, np.split(np.arange(len(y)), np.cumsum(sizes)[:-1]), strict=True):
-            rest, test = cut(held, self.test_fraction, generator(self.seed, "partition", "test", device))
+        for device, device_rows in zip(ids, np.split(np.arange(len(y)), np.cumsum(sizes)[:-1]), strict=True):
+            rest, test = cut(device_rows, self.test_fraction, generator(self.seed, "partition", "test", device))
             train, val = cut(rest, self.val_fraction, generator(self.seed, "partition", "val", device))
             for split, indices in (("train", train), ("val", val), ("test", test)):
                 parts[split].append(indices)
         data = ArrayDataset(torch.from_numpy(x).float(), torch.from_numpy(y))
-        return ids, {split: Split(data, held, y) for split, held in parts.items()}
+        return ids, {split: Split(data, client_rows, y) for split, client_rows in parts.items()}
 
 
 def draw_devices(
@@ -200,10 +200,10 @@ class SyntheticDataModule(LazyClients):
 
     def fingerprint(self, split: str) -> str:
         """Return a short hash of what a split is drawn from: of the splits before it, too, which are drawn first."""
-        found = super().fingerprint(split)
+        hashed = super().fingerprint(split)
         for earlier in SPLITS[: SPLITS.index(split)]:
-            found = hashlib.sha256((super().fingerprint(earlier) + found).encode()).hexdigest()[:12]
-        return found
+            hashed = hashlib.sha256((super().fingerprint(earlier) + hashed).encode()).hexdigest()[:12]
+        return hashed
 
     def client(self, number: int) -> Mapping[str, Dataset[Any]]:
         """Draw a client: its model, its points and their labels.
@@ -220,11 +220,11 @@ class SyntheticDataModule(LazyClients):
         weights = torch.randn(self.features + 1, self.num_classes, generator=models) + (0.0 if common else u)
         centre = torch.zeros(self.features) if self.iid else torch.randn(self.features, generator=drawn) + b
         spread = torch.arange(1, self.features + 1).float() ** -0.6  # deviations: the variances are j^-1.2
-        found = {}
+        datasets = {}
         for split, count in self.counts.items():
             x = centre + spread * torch.randn(count, self.features, generator=drawn)
-            found[split] = ArrayDataset(x, (x @ weights[:-1] + weights[-1]).argmax(1))
-        return found
+            datasets[split] = ArrayDataset(x, (x @ weights[:-1] + weights[-1]).argmax(1))
+        return datasets
 
 
 def _deviations(alpha: float, beta: float) -> torch.Tensor:
@@ -265,37 +265,37 @@ class GivenDataModule(IndexedFederatedDataModule):
     ) -> None:
         super().__init__(batch_size, **options)
         widths = set()
-        for name, held in clients.items():
-            unknown = sorted(set(held) - {"x", "y", "copies"})
-            copies = held.get("copies", 1)
-            if unknown or "x" not in held or "y" not in held:
+        for name, columns in clients.items():
+            unknown = sorted(set(columns) - {"x", "y", "copies"})
+            copies = columns.get("copies", 1)
+            if unknown or "x" not in columns or "y" not in columns:
                 raise ValueError(
-                    f"GivenDataModule got {sorted(held)} for client '{name}'; give x, y and perhaps copies."
+                    f"GivenDataModule got {sorted(columns)} for client '{name}'; give x, y and perhaps copies."
                 )
             if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
                 raise ValueError(
                     f"GivenDataModule got copies={copies!r} for client '{name}'; give a whole number from 1 up."
                 )
-            if len(held["x"]) != len(held["y"]) or not held["x"]:
+            if len(columns["x"]) != len(columns["y"]) or not columns["x"]:
                 raise ValueError(
-                    f"GivenDataModule got {len(held['x'])} rows of x and {len(held['y'])} numbers of y for client '{name}'; "
-                    "give as many of both, and at least one."
+                    f"GivenDataModule got {len(columns['x'])} rows of x and {len(columns['y'])} numbers of y for client "
+                    f"'{name}'; give as many of both, and at least one."
                 )
-            widths |= {len(row) for row in held["x"]}
+            widths |= {len(row) for row in columns["x"]}
         if len(widths) > 1:
             raise ValueError(
                 f"GivenDataModule got rows of {sorted(widths)} numbers; all rows of x have the same length."
             )
-        self.clients = {str(name): dict(held) for name, held in clients.items()}
+        self.clients = {str(name): dict(columns) for name, columns in clients.items()}
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         x: list[list[float]] = []
         y: list[float] = []
         indices = []
-        for held in self.clients.values():
-            start, copies = len(y), held.get("copies", 1)
-            x += [list(row) for row in held["x"]] * copies
-            y += list(held["y"]) * copies
+        for columns in self.clients.values():
+            start, copies = len(y), columns.get("copies", 1)
+            x += [list(row) for row in columns["x"]] * copies
+            y += list(columns["y"]) * copies
             indices.append(np.arange(start, len(y)))
         data = ArrayDataset(torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32))
         return list(self.clients), {split: Split(data, indices) for split in ("train", "val", "test")}

@@ -153,8 +153,8 @@ def delimiter_of(path: Path, form: Form = Form()) -> str:
     counts = {}
     for delimiter in ",;\t|":
         with suppress(csv.Error):
-            found = {len(row) for row in csv.reader(lines, delimiter=delimiter, skipinitialspace=True) if row}
-            counts[delimiter] = found.pop() if len(found) == 1 else 1
+            widths = {len(row) for row in csv.reader(lines, delimiter=delimiter, skipinitialspace=True) if row}
+            counts[delimiter] = widths.pop() if len(widths) == 1 else 1
     best = max(counts, key=lambda delimiter: counts[delimiter], default=",")
     return best if counts.get(best, 1) > 1 else ","
 
@@ -166,7 +166,7 @@ _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}[.,]\d{3}")
 
 
 def _with_points(cells: list[str], decimal: str | None) -> list[str]:
-    """Return the cells of a column of numbers with points in the place of decimal commas; others as they are."""
+    """Return the cells of a column of numbers with points instead of decimal commas; others as they are."""
     commas = [cell for cell in cells if _COMMA.fullmatch(cell)]
     plain = all(not cell or _COMMA.fullmatch(cell) or re.fullmatch(r"[-+]?\d+", cell) for cell in cells)
     thousands = all(_THOUSANDS.fullmatch(cell) for cell in commas)
@@ -191,14 +191,14 @@ def text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error}); get it again, or save it as that.") from error
+        raise ValueError(f"{path} is not text in UTF-8 ({error}); get it again, or save it as that.") from error
 
 
 def read_json(path: Path) -> Any:
     """Return what a JSON file holds.
 
     Raises:
-        ValueError: If it is no JSON, or a key is there twice, of which one would be lost.
+        ValueError: If it is not JSON, or a key is there twice, of which one would be lost.
 
     Example:
         >>> from pathlib import Path
@@ -238,8 +238,8 @@ def _numbers(path: Path, name: str, cells: Sequence[str]) -> np.ndarray | None:
             values[row] = number_in(cell) if cell else math.nan
         except ValueError:
             words.append(row)
-    known = sum(map(bool, cells))
-    if words and 2 * len(words) < known:
+    num_filled = sum(map(bool, cells))
+    if words and 2 * len(words) < num_filled:
         raise ValueError(
             f"{path}: column {name!r} holds numbers, but {cells[words[0]]!r} in sample {words[0] + 1}; correct it, leave the "
             "cell empty if the value is missing, or drop the column."
@@ -264,7 +264,7 @@ def refuse_other_numbers(path: Path, column: Column, way: str) -> None:
         >>> from fedlightning.datamodules.tables import Column, refuse_other_numbers
         >>> refuse_other_numbers(Path("a.csv"), Column("dose", ["0,5", "1,25", ""], None), "give categorical: [dose]")
         Traceback (most recent call last):
-        ValueError: a.csv: column 'dose' holds '0,5', which is no number here: write it as 1234.5, without ...
+        ValueError: a.csv: column 'dose' holds '0,5', which is not a number here: write it as 1234.5, without ...
     """
     words = [cell for cell in column.cells if cell]
     other = [cell for cell in words if _OTHER_NUMBER.fullmatch(cell) or _DATE.fullmatch(cell)]
@@ -276,8 +276,8 @@ def refuse_other_numbers(path: Path, column: Column, way: str) -> None:
                 f"number of days in its place, or leave the column out with drop: [{column.name}]. If it is a word, {way}."
             )
         raise ValueError(
-            f"{path}: column {column.name!r} holds {signed!r}, which is no number here: write it as 1234.5, without marks of "
-            f"thousands, or give decimal: ',' if the comma begins its fraction. If it is a word, {way}."
+            f"{path}: column {column.name!r} holds {signed!r}, which is not a number here: write it as 1234.5, without marks "
+            f"of thousands, or give decimal: ',' if the comma begins its fraction. If it is a word, {way}."
         )
 
 
@@ -293,7 +293,7 @@ def finite(cell: str) -> float:
         2.5
     """
     if not abs(value := number_in(cell)) <= LARGEST:
-        raise ValueError(f"{cell!r} is no finite number of single precision")
+        raise ValueError(f"{cell!r} is not a finite number of single precision")
     return value
 
 
@@ -339,12 +339,12 @@ def numbers_of(path: Path, column: Column) -> np.ndarray:
         >>> from fedlightning.datamodules.tables import Column, numbers_of
         >>> numbers_of(Path("a.csv"), Column("age", ["61", "x"], None))
         Traceback (most recent call last):
-        ValueError: a.csv, sample 2: 'x' in column 'age' is no number.
+        ValueError: a.csv, sample 2: 'x' in column 'age' is not a number.
     """
     if column.numbers is not None and not np.isnan(column.numbers).any():
         if (beyond := np.flatnonzero(np.abs(column.numbers) > LARGEST)).size:
             raise ValueError(
-                f"{path}, sample {beyond[0] + 1}: {column.cells[beyond[0]]!r} in column {column.name!r} is no number of "
+                f"{path}, sample {beyond[0] + 1}: {column.cells[beyond[0]]!r} in column {column.name!r} is not a number of "
                 "single precision."
             )
         return column.numbers
@@ -352,7 +352,7 @@ def numbers_of(path: Path, column: Column) -> np.ndarray:
         try:
             number_in(cell)
         except ValueError:
-            what = f"{cell!r} in column {column.name!r} is no number" if cell else f"column {column.name!r} is empty"
+            what = f"{cell!r} in column {column.name!r} is not a number" if cell else f"column {column.name!r} is empty"
             raise ValueError(f"{path}, sample {sample}: {what}.") from None
     refuse_other_numbers(path, column, "leave the column out")
     raise AssertionError("a column without numbers has a cell that is none")
@@ -366,13 +366,13 @@ def whole_of(path: Path, column: Column) -> np.ndarray:
         >>> from fedlightning.datamodules.tables import Column, whole_of
         >>> whole_of(Path("a.csv"), Column("fold", ["1", "1.5"], np.array([1.0, 1.5])))
         Traceback (most recent call last):
-        ValueError: a.csv, sample 2: '1.5' in column 'fold' is no whole number.
+        ValueError: a.csv, sample 2: '1.5' in column 'fold' is not a whole number.
     """
     values = numbers_of(path, column)
     broken = np.flatnonzero((values % 1 != 0) | (np.abs(values) >= 2.0**63))
     if len(broken):
         raise ValueError(
-            f"{path}, sample {broken[0] + 1}: {column.cells[broken[0]]!r} in column {column.name!r} is no whole number."
+            f"{path}, sample {broken[0] + 1}: {column.cells[broken[0]]!r} in column {column.name!r} is not a whole number."
         )
     return values.astype(np.int64)
 
@@ -410,11 +410,11 @@ def refuse_extremes(place: str, values: np.ndarray, clients: Sequence[np.ndarray
         ValueError: With the value and its sample.
     """
     for rows in clients:
-        known = rows[~np.isnan(values[rows])]
-        if (found := extreme_of(values[known])) is not None:
+        filled_rows = rows[~np.isnan(values[rows])]
+        if (extreme := extreme_of(values[filled_rows])) is not None:
             raise ValueError(
-                f"{place} holds {values[known[found]]:g} in sample {known[found] + 1}, beside which all others are one "
-                "number in single precision. Correct it, or leave the cell empty if it is missing."
+                f"{place} holds {values[filled_rows[extreme]]:g} in sample {filled_rows[extreme] + 1}, beside which all "
+                "others are one number in single precision. Correct it, or leave the cell empty if it is missing."
             )
 
 
@@ -454,13 +454,13 @@ def complete(columns: Sequence[Column]) -> np.ndarray:
         >>> complete([Column("age", ["61", ""], None), Column("sex", ["m", "f"], None)])
         array([ True, False])
     """
-    return np.array([all(cells) for cells in zip(*(one.cells for one in columns), strict=True)])
+    return np.array([all(cells) for cells in zip(*(column.cells for column in columns), strict=True)])
 
 
 def repeats(column: Column) -> bool:
     """Return whether a column has more different words than a category has, and some of them on several rows."""
-    known = [cell for cell in column.cells if cell]
-    return column.numbers is None and MOST_LEVELS < len(set(known)) < len(known)
+    filled = [cell for cell in column.cells if cell]
+    return column.numbers is None and MOST_LEVELS < len(set(filled)) < len(filled)
 
 
 def levels_of(column: Column) -> list[str]:
@@ -496,8 +496,8 @@ def classes_named(path: Path, column: Column, kept: np.ndarray, names: Sequence[
             with suppress(ValueError):
                 place[number_in(name)] = number
     values: list[Any] = column.cells if column.numbers is None else column.numbers.tolist()
-    found = [(value, place.get(value)) for value, there in zip(values, kept, strict=True) if there]
-    wrong = next((value for value, number in found if number is None), None)
+    numbered = [(value, place.get(value)) for value, there in zip(values, kept, strict=True) if there]
+    wrong = next((value for value, number in numbered if number is None), None)
     if wrong is not None:
         raise ValueError(f"{path}: {column.name!r} has the value {wrong!r}, which is not among classes {list(names)}.")
-    return np.array([number for _, number in found], dtype=np.int64)
+    return np.array([number for _, number in numbered], dtype=np.int64)

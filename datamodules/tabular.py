@@ -83,11 +83,11 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     Args:
         path: The file.
         target: Column to predict.
-        client: Column that names each row's client (a hospital, a user). It is no feature.
+        client: Column that names each row's client (a hospital, a user). It is not a feature.
         partitioner: Divides the rows if no column does.
         task: `"classification"`, `"regression"`, or `"auto"`: words, and at most 20 different whole numbers, are
             classes.
-        group: Column that names what rows belong to (a patient, a lesion). It is no feature. Shares and stratification
+        group: Column that names what rows belong to (a patient, a lesion). It is not a feature. Shares and stratification
             are then by group. `None` asks about a column that looks like an identifier and repeats; `False` says that
             rows are independent.
         drop: Columns to leave out.
@@ -166,8 +166,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         super().__init__(public=public, **options)
         self.public_fraction = share_of(self, public, public_fraction)
         name = type(self).__name__
-        given = dict(statistics or {}) | ({} if target_statistics is None else {target: target_statistics})
-        for column, pair in given.items():
+        moments_by_column = dict(statistics or {}) | ({} if target_statistics is None else {target: target_statistics})
+        for column, pair in moments_by_column.items():
             if len(pair) != 2 or not np.isfinite(pair).all() or pair[1] <= 0:
                 raise ValueError(
                     f"{name} got statistics {list(pair)} of {column!r}; give [mean, standard deviation > 0]."
@@ -183,14 +183,14 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         self.statistics, self.target_statistics, self.scaling = dict(statistics or {}), target_statistics, scaling
         self.scale = scale if scaling else "none"
         self.ranges, self.categories, self.least = dict(ranges or {}), dict(categories or {}), least
-        self.classes = None if classes is None else [str(one) for one in classes]
+        self.classes = None if classes is None else [str(name) for name in classes]
         if self.classes is not None and task == "regression":
             raise ValueError(f"{name} got classes {self.classes} with task='regression'; give one of them.")
         self._open = Open(self.ranges, least)
         check_scale(name, scale if scaling else f"{scale} and scaling: false", self.ranges, self.categories)
         self.val_fraction, self.test_fraction, self.val_seed = val_fraction, test_fraction, val_seed
         try:
-            "".encode(codecs.lookup(encoding).name)  # LookupError: also of rot13, which is no encoding of text
+            "".encode(codecs.lookup(encoding).name)  # LookupError: also of rot13, which is not an encoding of text
         except (LookupError, ValueError):
             raise ValueError(
                 f"{name} got encoding={encoding!r}, which Python does not know; such as utf-8, cp1252."
@@ -241,12 +241,12 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         ids, splits = federate(
             self._divides, data, labels, {"train": keys}, self.seed, *fractions, self.val_seed, groups
         )
-        own = [
+        training_rows = [
             np.concatenate([splits[name].indices[place] for name in ("train", "val") if name in splits])
             for place in range(len(ids))
         ]
         everything = [np.concatenate([split.indices[place] for split in splits.values()]) for place in range(len(ids))]
-        x = self._features(table, kept, own, everything)
+        x = self._features(table, kept, training_rows, everything)
         dataset = ArrayDataset(torch.from_numpy(x).float(), y)
         for split in splits.values():
             split.dataset = dataset
@@ -285,11 +285,13 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         few = numbers is None or ((numbers == np.round(numbers)).all() and len(np.unique(numbers)) <= MOST_CLASSES)
         if self.task == "classification" or (self.task == "auto" and few):
             values: Any = np.array(column.cells)[kept] if numbers is None else numbers
-            found, classes = np.unique(values, return_inverse=True)
-            if len(found) < 2:
-                raise ValueError(f"{self.path}: all rows have {self.target!r} = {found[0]}; there is nothing to learn.")
+            levels, classes = np.unique(values, return_inverse=True)
+            if len(levels) < 2:
+                raise ValueError(
+                    f"{self.path}: all rows have {self.target!r} = {levels[0]}; there is nothing to learn."
+                )
             check_classes(values, f"{self.path}, column {self.target!r}", "name them all by classes=[...]")
-            self.class_names = [str(name) if numbers is None else f"{name:g}" for name in found.tolist()]
+            self.class_names = [str(name) if numbers is None else f"{name:g}" for name in levels.tolist()]
             self._named_by_file["classes"] = self.class_names
             return torch.from_numpy(classes.astype(np.int64)), classes.astype(np.int64)
         if numbers is None:
@@ -314,8 +316,9 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         named = {*self._targeted, self.client, getattr(self._divides, "column", None)}
         asked = [
             name
-            for name, one in table.items()
-            if name not in named and (looks_like_identifier(name, one.cells) or (name in self.drop and repeats(one)))
+            for name, column in table.items()
+            if name not in named
+            and (looks_like_identifier(name, column.cells) or (name in self.drop and repeats(column)))
         ]
         if self.group is None and asked:
             rank_zero_warn(
@@ -336,7 +339,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         return cells
 
     def _features(
-        self, table: Mapping[str, Column], kept: np.ndarray, own: Sequence[np.ndarray], rows: Sequence[np.ndarray]
+        self, table: Mapping[str, Column], kept: np.ndarray, own_rows: Sequence[np.ndarray], rows: Sequence[np.ndarray]
     ) -> np.ndarray:
         """Return the features of all rows, each scaled by its own client."""
         unused = {*self._targeted, *self._apart}
@@ -359,12 +362,12 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                 continue
             self.feature_names.append(name)
             there = np.flatnonzero(kept)
-            refuse_extremes(f"{self.path}: column {name!r}", column.numbers, [there[held] for held in rows])
+            refuse_extremes(f"{self.path}: column {name!r}", column.numbers, [there[part] for part in rows])
             if self.scale == "federated" and name not in self.statistics:
                 self._open.numbers[name] = len(columns), column.numbers[kept]
                 columns.append(np.full(int(kept.sum()), np.nan))
             else:
-                columns.append(self._scaled(name, column.numbers[kept], own, rows))
+                columns.append(self._scaled(name, column.numbers[kept], own_rows, rows))
         if not columns:
             raise ValueError(f"{self.path}: no column is left as a feature beside {self.target!r}.")
         return np.stack(columns, axis=1)
@@ -412,14 +415,14 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         return self._open.sums(self.indices(client, "train"))
 
     def with_statistics(self, totals: Mapping[str, Any]) -> TabularFederatedDataModule:
-        made = copy.copy(self)
-        held = next(iter(self._splits.values())).dataset
-        assert isinstance(held, ArrayDataset)  # `build` made it, for all splits
-        x, made.feature_names = self._open.filled(held.x, self.feature_names, totals)
-        made._open = Open(self.ranges, self.least)
-        dataset = ArrayDataset(x, held.y)
-        made._splits = {name: replace(split, dataset=dataset) for name, split in self._splits.items()}
-        return made
+        standardised_data = copy.copy(self)
+        dataset_with_gaps = next(iter(self._splits.values())).dataset
+        assert isinstance(dataset_with_gaps, ArrayDataset)  # `build` made it, for all splits
+        x, standardised_data.feature_names = self._open.filled(dataset_with_gaps.x, self.feature_names, totals)
+        standardised_data._open = Open(self.ranges, self.least)
+        dataset = ArrayDataset(x, dataset_with_gaps.y)
+        standardised_data._splits = {name: replace(split, dataset=dataset) for name, split in self._splits.items()}
+        return standardised_data
 
     def _pooled(self, split: str) -> Any:
         if self.wanted_statistics is not None:
@@ -430,7 +433,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         return super()._pooled(split)
 
     def _scaled(
-        self, name: str, values: np.ndarray, own: Sequence[np.ndarray], rows: Sequence[np.ndarray]
+        self, name: str, values: np.ndarray, own_rows: Sequence[np.ndarray], rows: Sequence[np.ndarray]
     ) -> np.ndarray:
         """Return a column of numbers with every client's values standardised and gaps filled."""
         if self.scale == "none" and name not in self.statistics:
@@ -441,7 +444,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                 )
             return values
         self._scaled_by_rows += [] if name in self.statistics else [name]
-        return standardised(values, own, rows, self.statistics.get(name))
+        return standardised(values, own_rows, rows, self.statistics.get(name))
 
 
 @lru_cache(maxsize=2)
@@ -471,7 +474,7 @@ class TextTableDataModule(TabularFederatedDataModule):
         path: The file, in UTF-8.
         target: Column to predict.
         text: Column of the texts. A row without one is refused.
-        client: Column that names each row's client. It is no input.
+        client: Column that names each row's client. It is not an input.
         partitioner: Divides the rows if no column does.
         vocabulary: A public list of words, a word a line. Other words have the number after the last one. `None` hashes.
         buckets: Numbers of hashed words.
@@ -534,7 +537,7 @@ class TextTableDataModule(TabularFederatedDataModule):
         return ids, splits
 
     def _features(
-        self, table: Mapping[str, Column], kept: np.ndarray, own: Sequence[np.ndarray], rows: Sequence[np.ndarray]
+        self, table: Mapping[str, Column], kept: np.ndarray, own_rows: Sequence[np.ndarray], rows: Sequence[np.ndarray]
     ) -> np.ndarray:
         cells = [
             cell for cell, there in zip(column_of(dict(table), self.text, "text").cells, kept, strict=True) if there

@@ -100,8 +100,8 @@ class TCGABRCADataModule(NaturalSites):
         if not np.isin(y[:, 0], (0, 1)).all() or (y[:, 1] < 0).any():
             raise ValueError(f"{path} has an E other than 0 and 1 or a negative T; it is not FLamby's file.")
         events = y[:, 0].astype(np.int64)
-        held = self._held(patients)
-        rows = {region: {split: held[f"{split}_{region}"] for split in ("train", "test")} for region in self.regions}
+        parts = self._held(patients)
+        rows = {region: {split: parts[f"{split}_{region}"] for split in ("train", "test")} for region in self.regions}
         return SiteSamples(ArrayDataset(torch.from_numpy(x).float(), torch.from_numpy(y).float()), rows, events)
 
     def _held(self, patients: Sequence[str]) -> dict[str, np.ndarray]:
@@ -110,7 +110,7 @@ class TCGABRCADataModule(NaturalSites):
         table = read_table(path)
         columns: dict[str, Column] = {name: column_of(table, name, "split") for name in ("pid", "fold2")}
         place = {patient: row for row, patient in enumerate(patients)}
-        found: dict[str, list[int]] = {f"{split}_{region}": [] for split in ("train", "test") for region in REGIONS}
+        parts: dict[str, list[int]] = {f"{split}_{region}": [] for split in ("train", "test") for region in REGIONS}
         seen: dict[str, int] = {}
         for line, (patient, part) in enumerate(zip(*(columns[name].cells for name in columns), strict=True), start=2):
             wrong = (
@@ -119,17 +119,17 @@ class TCGABRCADataModule(NaturalSites):
                 else f"patient {patient!r} is on line {seen[patient]}, too"
                 if patient in seen
                 else f"there is no part {part!r}"
-                if part not in found
+                if part not in parts
                 else None
             )
             if wrong is not None:
                 raise ValueError(f"{path}, line {line}: {wrong}; a patient belongs to one region and one split.")
             seen[patient] = line
-            found[part].append(place[patient])
-        empty = [part for part, rows in found.items() if not rows and part.split("_")[1] in self.regions]
+            parts[part].append(place[patient])
+        empty = [part for part, rows in parts.items() if not rows and part.split("_")[1] in self.regions]
         if empty:
             raise ValueError(f"{path} has no patients in {', '.join(empty)}; it is not FLamby's file.")
-        return {part: np.sort(np.array(rows, dtype=np.int64)) for part, rows in found.items()}
+        return {part: np.sort(np.array(rows, dtype=np.int64)) for part, rows in parts.items()}
 
     def path_of(self, name: str | Path) -> Path:
         below = self.root / "dataset_creation_scripts" / name

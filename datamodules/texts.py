@@ -16,7 +16,7 @@ from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.ranges import PositiveInt, checked
 
 IGNORED = -100
-"""Label of a token that is no target, as in transformers."""
+"""Label of a token that is not a target, as in transformers."""
 OTHERS = ("token_type_ids", "position_ids", "decoder_input_ids", "decoder_attention_mask")
 """Columns of a tokenized row that go into its batch too, padded with 0."""
 
@@ -93,8 +93,8 @@ class TextDataModule(LoaderDataModule):
         )
         self.tokenizer, self.batch_size, self.max_length, self.packing = tokenizer, batch_size, max_length, packing
         splits: list[dict[str, DataLoader[Any]]] = [{}, {}, {}]
-        for client, given in clients.items():
-            for split, rows, loaders in zip(("train", "val", "test"), given, splits, strict=False):
+        for client, client_splits in clients.items():
+            for split, rows, loaders in zip(("train", "val", "test"), client_splits, splits, strict=False):
                 if tokenized := self._tokenized(rows, str(client), split):
                     loaders[str(client)] = self._loader(tokenized, str(client), split == "train")
         empty = next((client for client in clients if str(client) not in splits[0]), None)
@@ -124,15 +124,15 @@ class TextDataModule(LoaderDataModule):
         )
 
     def _tokenized(self, rows: Any, client: str, split: str) -> list[dict[str, Any]]:
-        found = [self._row(row, f"Row {number} of client '{client}' ({split})") for number, row in enumerate(rows)]
+        tokenized = [self._row(row, f"Row {number} of client '{client}' ({split})") for number, row in enumerate(rows)]
         if not self.packing:
-            return [{name: cut(value, self.max_length) for name, value in row.items()} for row in found]
-        if any("labels" in row for row in found):
+            return [{name: cut(value, self.max_length) for name, value in row.items()} for row in tokenized]
+        if any("labels" in row for row in tokenized):
             raise ValueError(
                 f"Client '{client}' ({split}) has rows with labels or responses, and packing=True makes every token a "
                 "target. Leave packing out, or give rows of text alone."
             )
-        tokens, size = list(chain.from_iterable(row["input_ids"] for row in found)), self.max_length
+        tokens, size = list(chain.from_iterable(row["input_ids"] for row in tokenized)), self.max_length
         packed = [tokens[start : start + size] for start in range(0, len(tokens), size)]
         return [{"input_ids": row} for row in packed if len(row) > 1]  # one token alone predicts nothing
 

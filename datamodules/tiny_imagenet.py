@@ -113,11 +113,11 @@ class TinyImageNetDataModule(IndexedFederatedDataModule):
         labels: list[int] = []
         for name, place in number.items():
             folder = self.root / "train" / name / "images"
-            found = sorted(folder.glob("*.JPEG")) if os.path.isdir(folder) else []
-            if not found:
+            images = sorted(folder.glob("*.JPEG")) if os.path.isdir(folder) else []
+            if not images:
                 raise FileNotFoundError(f"There are no images in {folder}, a class of wnids.txt; unpack all.")
-            paths += found
-            labels += [place] * len(found)
+            paths += images
+            labels += [place] * len(images)
         return paths, np.array(labels, dtype=np.int64)
 
     def _validation(self, number: Mapping[str, int]) -> tuple[list[Path], np.ndarray]:

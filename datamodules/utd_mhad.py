@@ -82,18 +82,18 @@ class UTDMHADDataModule(MultimodalDataModule):
 
     def load(self) -> tuple[ModalityDataset, ModalityDataset]:
         self.prepare_data()
-        found: dict[str, dict[tuple[int, int, int], Path]] = {name: self._files(name) for name in FILES}
+        paths_by_modality: dict[str, dict[tuple[int, int, int], Path]] = {name: self._files(name) for name in FILES}
         for name, other in (("inertial", "skeleton"), ("skeleton", "inertial")):
-            alone = sorted(set(found[name]) - set(found[other]))
+            alone = sorted(set(paths_by_modality[name]) - set(paths_by_modality[other]))
             if alone:
                 raise ValueError(
-                    f"{found[name][alone[0]]} has no {other} recording beside it ({len(alone)} such files); unpack both "
-                    "archives, or take it away."
+                    f"{paths_by_modality[name][alone[0]]} has no {other} recording beside it ({len(alone)} such files); "
+                    "unpack both archives, or take it away."
                 )
-        keys = sorted(found["inertial"])
+        keys = sorted(paths_by_modality["inertial"])
         inputs = {
             name: torch.from_numpy(np.stack([self._read(paths[key], name) for key in keys]))
-            for name, paths in found.items()
+            for name, paths in paths_by_modality.items()
         }
         y = torch.tensor([action - 1 for action, _, _ in keys])
         trials = np.array([trial for _, _, trial in keys])
@@ -129,13 +129,15 @@ class UTDMHADDataModule(MultimodalDataModule):
 
     def _files(self, modality: str) -> dict[tuple[int, int, int], Path]:
         """Return the files of a modality by action, subject and trial."""
-        found: dict[tuple[int, int, int], Path] = {}
+        paths_by_key: dict[tuple[int, int, int], Path] = {}
         for path in sorted((self.root / FILES[modality][0]).glob("*.mat")):
             match = _NAME.fullmatch(path.name)
             if match is None or match.group(4) != modality or not 1 <= int(match.group(1)) <= ACTIONS:
-                raise ValueError(f"{path} is no {modality} recording by its name, such as a1_s1_t1_{modality}.mat.")
-            found[int(match.group(1)), int(match.group(2)), int(match.group(3))] = path
-        return found
+                raise ValueError(
+                    f"{path} is not a recording of {modality} data by its name, such as a1_s1_t1_{modality}.mat."
+                )
+            paths_by_key[int(match.group(1)), int(match.group(2)), int(match.group(3))] = path
+        return paths_by_key
 
     def _read(self, path: Path, modality: str) -> np.ndarray:
         """Return a recording as float32 `(signals, length)`."""

@@ -228,10 +228,10 @@ def rows_of(dataset: Any) -> tuple[Any, Tensor | None] | None:
         return None if joined is None else (joined, None)
     if type(dataset) not in (Subset, IndexView):
         return None
-    found = rows_of(dataset.dataset)
-    if found is None:
+    source_rows = rows_of(dataset.dataset)
+    if source_rows is None:
         return None
-    source, rows = found
+    source, rows = source_rows
     if type(dataset) is IndexView:
         indices = dataset.indices
     else:
@@ -273,38 +273,41 @@ _UNIONS: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictio
 def _joined(union: ConcatDataset[Any]) -> Any:
     """Return the parts of a union as one dataset in memory, or `None` if they do not fit together."""
     parts = [rows_of(part) for part in union.datasets]
-    found = [part for part in parts if part is not None]
-    if len(found) < len(parts):
+    part_rows = [part for part in parts if part is not None]
+    if len(part_rows) < len(parts):
         return None
-    sources = [source for source, _ in found]
+    sources = [source for source, _ in part_rows]
     tensors = [tensors_of(source) for source in sources]
     first = tensors[0]
     alike = all(
         type(source) is type(sources[0])
         and getattr(source, "transform", None) is getattr(sources[0], "transform", None)
-        and [(part.shape[1:], part.dtype, part.device) for part in own]
+        and [(part.shape[1:], part.dtype, part.device) for part in columns]
         == [(part.shape[1:], part.dtype, part.device) for part in first]
-        and all(map(is_plain, own))
-        for source, own in zip(sources, tensors, strict=True)
+        and all(map(is_plain, columns))
+        for source, columns in zip(sources, tensors, strict=True)
     )
     if not alike or len(union) * sum(part[:1].nbytes for part in first) > LARGEST_UNION:
         return None
     made_of = [
         (part.data_ptr(), part.shape, part._version, None if rows is None else hash(rows.numpy().tobytes()))
-        for own, (_, rows) in zip(tensors, found, strict=True)
-        for part in own
+        for columns, (_, rows) in zip(tensors, part_rows, strict=True)
+        for part in columns
     ]
-    known = _UNIONS.get(union)
-    if known is not None and known[0] == made_of:
-        return known[1]
+    cached = _UNIONS.get(union)
+    if cached is not None and cached[0] == made_of:
+        return cached[1]
     columns = [
         torch.cat(
-            [own[place] if rows is None else own[place][rows] for own, (_, rows) in zip(tensors, found, strict=True)]
+            [
+                columns[place] if rows is None else columns[place][rows]
+                for columns, (_, rows) in zip(tensors, part_rows, strict=True)
+            ]
         )
         for place in range(len(first))
     ]
-    made: Any = TensorDataset(*columns)
+    union_dataset: Any = TensorDataset(*columns)
     if type(sources[0]) is ArrayDataset:
-        made = ArrayDataset(columns[0], columns[1], sources[0].transform)
-    _UNIONS[union] = (made_of, made)
-    return made
+        union_dataset = ArrayDataset(columns[0], columns[1], sources[0].transform)
+    _UNIONS[union] = (made_of, union_dataset)
+    return union_dataset

@@ -47,11 +47,11 @@ class WordNumbers:
     def __call__(self, text: str) -> list[int]:
         words = _WORDS.findall(text)[: self.max_words]
         if self.vocabulary is None:
-            found = [1 + zlib.crc32(word.lower().encode()) % self.buckets for word in words]
+            numbers = [1 + zlib.crc32(word.lower().encode()) % self.buckets for word in words]
         else:
-            known = self._numbers()
-            found = [known.get(word, len(known) + 1) for word in words]
-        return found + [0] * (self.max_words - len(found))
+            number_by_word = self._numbers()
+            numbers = [number_by_word.get(word, len(number_by_word) + 1) for word in words]
+        return numbers + [0] * (self.max_words - len(numbers))
 
     def _numbers(self) -> dict[str, int]:
         if self._known is None:
@@ -60,6 +60,6 @@ class WordNumbers:
             words = read_json(path) if path.suffix == ".json" else text_of(path).split()
             words = words.get("vocab") if isinstance(words, dict) else words
             if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
-                raise ValueError(f"{path} is no vocabulary: a word a line, or JSON with a list of words as 'vocab'.")
+                raise ValueError(f"{path} is not a vocabulary: a word a line, or JSON with a list of words as 'vocab'.")
             self._known = {word: number for number, word in enumerate(dict.fromkeys(words), start=1)}
         return self._known

@@ -1,6 +1,6 @@
 """Data modules made of another one: those that hand on what it says, and those that change indexed data.
 
-Test data in the place of validation data: :class:`ValidatedOnTest`, for papers that scored test data in every round.
+Test data instead of validation data: :class:`ValidatedOnTest`, for papers that scored test data in every round.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class WrappedDataModule(FederatedDataModule):
     def at_round(self, round: int) -> FederatedDataModule:
         if not self.drifts:
             return self
-        made = copy.copy(self)
-        made.whole = self.whole.at_round(round)
-        return made
+        drifted = copy.copy(self)
+        drifted.whole = self.whole.at_round(round)
+        return drifted
 
     def sizes_by_round(self, client: str) -> list[int]:
         return self.whole.sizes_by_round(client)

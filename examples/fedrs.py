@@ -59,7 +59,7 @@ class FedRS(FederatedCallback):
     def training_loss(
         self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the loss with the restricted cross entropy in the place of its own."""
+        """Return the loss with the restricted cross entropy in place of its own."""
         logits = rows(features["logits"])
         labels = known_labels(labels_of(batch, self.key), logits.shape[1])
         if self.key not in client.scratch:  # once a visit

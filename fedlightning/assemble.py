@@ -297,6 +297,6 @@ def _make_loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder
     for item in value:
         if not isinstance(item, Logger):
             raise ConfigurationError(
-                f"logger={value!r} is no logger. Pass True, False or instances such as CSVLogger('logs')."
+                f"logger={value!r} is not a logger. Pass True, False or instances such as CSVLogger('logs')."
             )
     return list(value)

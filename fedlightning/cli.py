@@ -51,7 +51,7 @@ def main(args: Sequence[str] | None = None, instead: Mapping[str, Command] = Map
 
     Args:
         args: Words of the command line. Default: those of this process.
-        instead: Command -> what carries it out in the place of the usual.
+        instead: Command -> what carries it out in place of the usual.
     """
     words = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in words or os.environ.get("FEDLIGHTNING_DEBUG", "0") not in ("", "0")

@@ -61,7 +61,7 @@ class Parser(LightningArgumentParser):
 
 
 class FederatedCLI(CommandLine):
-    """The command line of a Lightning project, federated: write it in the place of `LightningCLI`.
+    """The command line of a Lightning project, federated: write it in place of `LightningCLI`.
 
     `python main.py fit` takes the options of `fedlightning fit`, with the sections of the project: `--model.ARGUMENT`,
     `--data.ARGUMENT`, what `add_arguments_to_parser` adds, and links. `--clients.partitioner CLASS` divides the data of a

@@ -599,7 +599,7 @@ class FederatedTrainer(metaclass=_InText):
 
         Each new client makes one visit as the method's clients do, on its own training data, and sends nothing back: the
         federation stays as it is. The run's folder gets `onboarding.csv`, `onboarding.json` and `checkpoints/newcomers/`,
-        in the place of those of an earlier call; no other file changes. `docs/how-to/late_clients.md` says
+        in place of those of an earlier call; no other file changes. `docs/how-to/late_clients.md` says
         what each method does.
         """
         if run is not None:

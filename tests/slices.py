@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STARTED] = time.monotonic()
-    slice_of(config.getoption("slice"), [])  # a word that is no slice is refused before anything is collected
+    slice_of(config.getoption("slice"), [])  # a word that is not a slice is refused before anything is collected
 
 
 STARTED = pytest.StashKey[float]()
@@ -64,7 +64,7 @@ def slice_of(share: str, tests: Iterable[str]) -> list[str]:
     """
     found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", share)
     if not found or int(found[1]) > int(found[2]):
-        raise pytest.UsageError(f"--slice {share} is no share. Write 2/4 for the second of four.")
+        raise pytest.UsageError(f"--slice {share} is not a share. Write 2/4 for the second of four.")
     return sorted(tests)[int(found[1]) - 1 :: int(found[2])]
 
 

@@ -1,4 +1,4 @@
-"""Toy federations with tasks that are no classification, and clients that few methods were written for."""
+"""Toy federations with tasks that are not a classification, and clients that few methods were written for."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ ARGUMENTS = [
     ({"max_time": "1h"}, "max_time='1h' is not of the form 'DD:HH:MM:SS'"),
     ({"max_time": 3600}, "max_time=3600. Use a text"),
     ({"max_time": {"hour": 1}}, "max_time={'hour': 1} is not a time"),
-    ({"max_time": {"seconds": -1}}, "max_time={'seconds': -1} is no time"),
+    ({"max_time": {"seconds": -1}}, "max_time={'seconds': -1} is not a time"),
     ({"max_rounds": None}, "max_rounds=None. Use a whole number"),
     ({"participation": float("nan")}, "participation=nan. Use .* It must be finite"),
     ({"seed": None}, "FederatedTrainer got seed=None. Use a Seeds, or a whole number"),
@@ -75,7 +75,7 @@ ARGUMENTS = [
     ({"default_root_dir": "a\ud800b"}, "cannot name a folder: it is longer than 255 bytes or holds characters"),
     ({"default_root_dir": "/tmp/" + 300 * "a"}, "cannot name a folder: it is longer than 255 bytes"),
     ({"engine": ["sequential"]}, r"engine=\['sequential'\] is unknown. Choose one of"),
-    ({"logger": "csv"}, "logger='csv' is no logger"),
+    ({"logger": "csv"}, "logger='csv' is not a logger"),
     ({"fast_dev_run": "yes"}, "fast_dev_run='yes'. Use True or False"),
     ({"callbacks": "fedprox"}, "callbacks='fedprox'. Use a list, each a Callback"),
     ({"callbacks": FedProx}, "callbacks=<class .* must be a list of callbacks"),
@@ -263,7 +263,7 @@ def test_missing_files(tmp_path):
 
 @pytest.mark.parametrize("logger", ["csv", ["csv"], [True]])
 def test_loggers(logger, tmp_path):
-    with pytest.raises(ValueError, match=r"is no logger. Pass True, False or instances"):
+    with pytest.raises(ValueError, match=r"is not a logger. Pass True, False or instances"):
         make_trainer(tmp_path, logger=logger).fit(Toy(), datamodule=toy_data())
     assert not list(tmp_path.iterdir())
 

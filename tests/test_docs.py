@@ -55,7 +55,7 @@ RUNS = (
 GENERATED = ("methods.md", "results/reproduce.md", "results/league.md", "results/sources.md")
 """Pages that tools write."""
 NO_NAMES = {"fedlightning.callbacks.FedCM", "fedlightning.algorithms"}
-"""What is no name of the package: the guide's example, and the group of entry points."""
+"""What is not a name of the package: the guide's example, and the group of entry points."""
 WIDE = {**os.environ, "COLUMNS": "100"}
 """The terminal that pages show."""
 
@@ -255,7 +255,7 @@ def test_a_table_goes_from_file_to_report(tmp_path: Path) -> None:
     commands = [shlex.split(line, comments=True)[1:] for line in lines]
     assert [words[0] for words in commands] == ["configs", "partition", "compare"]
     commands[2] += ["--seeds=0,", "--trainer.max_rounds=1", "--baselines=none"]
-    for words in commands:  # by programs of their own: compare's workers are no children of a fork
+    for words in commands:  # by programs of their own: compare's workers are not a children of a fork
         command = [sys.executable, "-m", "fedlightning", *words]
         done = subprocess.run(command, cwd=tmp_path, env=WIDE, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr

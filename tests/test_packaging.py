@@ -51,7 +51,7 @@ def _pins(file: str = PINS) -> dict[str, Version]:
 @pytest.mark.parametrize("name", LINKED)
 def test_top_folder_is_linked_into_the_package(name: str) -> None:
     link = ROOT / "fedlightning" / name
-    assert link.is_symlink(), f"{link} is no symlink: clone with core.symlinks=true"
+    assert link.is_symlink(), f"{link} is not a symlink: clone with core.symlinks=true"
     assert link.readlink() == Path("..") / name
     assert (ROOT / name).is_dir() and not (ROOT / name).is_symlink()
 

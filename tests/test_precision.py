@@ -1,4 +1,4 @@
-"""Gradient-form terms in every precision, with clipping and accumulation; steps that a scaler skips are no steps."""
+"""Gradient-form terms in every precision, with clipping and accumulation; steps that a scaler skips are not steps."""
 
 from __future__ import annotations
 

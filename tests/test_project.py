@@ -1,4 +1,4 @@
-"""A LightningCLI project whose `main.py` has FederatedCLI in the place of LightningCLI."""
+"""A LightningCLI project whose `main.py` has FederatedCLI in place of LightningCLI."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_an_interval(interval, inside, outside):
 
 @pytest.mark.parametrize("interval", ["", "0, 1", "[0, 1", "[0; 1]", "[1, 0]", "[0, 1, 2]", "[a, b]", "[nan, 1]"])
 def test_what_is_no_interval(interval):
-    with pytest.raises(ValueError, match="is no interval"):
+    with pytest.raises(ValueError, match="is not an interval"):
         Range(interval)
 
 

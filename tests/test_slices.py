@@ -35,7 +35,7 @@ def test_slices_share_the_tests_between_them():
     assert {len(share) for share in shares} <= {12, 13}
     assert slices.slice_of("2/4", tests[::-1]) == shares[1]
     for bad in ("0/4", "5/4", "1", "a/b", "1/0", "-1/2"):
-        with pytest.raises(pytest.UsageError, match=f"--slice {bad} is no share"):
+        with pytest.raises(pytest.UsageError, match=f"--slice {bad} is not a share"):
             slices.slice_of(bad, tests)
 
 

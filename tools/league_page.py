@@ -116,7 +116,7 @@ def _section(league: League, task: LeagueTask, rows: Mapping[str, Row]) -> str:
 
 
 def _older(task: LeagueTask, rows: Mapping[str, Row]) -> str:
-    """Return the scores of rows that had another budget, in the order of the alphabet: they are no standings."""
+    """Return the scores of rows that had another budget, in the order of the alphabet: they are not standings."""
     scores = {name: [run["score"] for run in row["seeds"].values()] for name, row in sorted(rows.items())}
     told = ", ".join(
         f"{name} {_number(sum(values) / len(values))}" for name, values in scores.items() if None not in values

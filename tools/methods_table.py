@@ -73,7 +73,7 @@ Lines of one seed (seed 0, with which Local has 0.799 on heart) have no spread, 
 them say nothing. The runs are short, so that the table can be made again; they show whether defaults work, not which
 method is best. A method below Local has the reason beside it.
 
-Where such runs chose a default, the table is no independent test of it: what the papers of pFedBayes and GPFL leave open
+Where such runs chose a default, the table is not an independent test of it: what the papers of pFedBayes and GPFL leave open
 (seed 0, on test scores), FedRolex's `scaler`, QFedAvg's `q` and AFL's `gamma` (digits, seeds 0 to 2), and FedGH's steps of
 the server, FedKD's `strength`, MAPPER's `warmup` and FedBABU's `epochs` (validation data of digits, with this network, and
 of FashionMNIST, seeds 0 to 2).
@@ -226,7 +226,7 @@ def fastest(setting: Setting, method: str, seed: int, **changes: Any) -> dict[st
 
 
 def done(path: Path) -> bool:
-    """Return True if a result is there that is no error."""
+    """Return True if a result is there that is not an error."""
     return path.exists() and "error" not in json.loads(path.read_text())
 
 

@@ -44,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "SampleDP": {"delta": 1e-3, "noise_multiplier": 1.0, "noise_seed": 0},
     "Krum": {"bad": 0},
 }
-"""Options of the callbacks that are no methods."""
+"""Options of the callbacks that are not methods."""
 MORE = {"SCAFFOLD server": callbacks.SCAFFOLD(server_lr=0.5), "FedProx zero": callbacks.FedProx(mu=0.0)}
 """Variants that the conformance suite does not need."""
 BESIDE_NEUTRAL = (

@@ -68,7 +68,7 @@ class Begins(BaseException):
 
 
 class Stop(FederatedCallback):
-    """Ends a run in the place of round 1."""
+    """Ends a run in place of round 1."""
 
     facts = Facts(takes_part=False)
     rank = 10**6

@@ -157,7 +157,7 @@ class ScoredBackdoor(Mixin):
 
     def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step, then score the same images with the pattern, those of the target's class left out."""
-        found = call(*args, **kwargs)
+        output = call(*args, **kwargs)
         images, labels = (args[0] if args else kwargs["batch"])[:2]
         trigger = Backdoor([], **vars(self)["backdoor"])
         others = labels != trigger.target
@@ -165,4 +165,4 @@ class ScoredBackdoor(Mixin):
             taken = logits_of(self, [trigger.stamped(images[others])]).argmax(1) == trigger.target  # type: ignore[arg-type]
             split = "val" if name == "validation_step" else "test"
             self.log(f"{split}_{METRIC}", taken.float().mean(), batch_size=count, on_epoch=True)  # type: ignore[operator]
-        return found
+        return output

@@ -99,7 +99,7 @@ class Attack(BadClients):
         """
 
     def on_send(self, client: Client, update: Update) -> None:
-        """Put the attack in the place of the honest change."""
+        """Put the attack in place of the honest change."""
         if client.id not in self.clients or client.evaluating:
             return
         trainable = {name for name, parameter in client.module.named_parameters() if parameter.requires_grad}

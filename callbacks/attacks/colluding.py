@@ -61,34 +61,34 @@ class Colluding(UpdateInterception, BadClients):
         return super().facts.extend(needs=needs, requires=[MODELS_TRAVEL], mixes_architectures=True, newcomers=join)
 
     @abstractmethod
-    def crafted(self, known: Tensor, clients: int, bad: int) -> Tensor:
+    def crafted(self, changes: Tensor, clients: int, bad: int) -> Tensor:
         """Return the change that all bad clients send, `(d,)`.
 
         Args:
-            known: Honest changes that the bad clients know, `(k, d)`, float64.
+            changes: Honest changes that the bad clients know, `(k, d)`, float64.
             clients: Number of clients whose updates are combined.
             bad: Number of the bad ones among them.
         """
 
     def intercept(self, server: Server, sent: Sequence[Message], updates: Sequence[Update]) -> None:
-        """Put one change in the place of those of all bad clients that trained a model."""
+        """Put one change in place of those of all bad clients that trained a model."""
         there = [pair for pair in zip(sent, updates, strict=True) if contributors(pair[1:])]
         for model in dict.fromkeys(update.model for _, update in there):
             pairs = [pair for pair in there if pair[1].model == model and pair[1].state]
             bad = [pair for pair in pairs if pair[1].client in self.clients]
             good = [pair for pair in pairs if pair[1].client not in self.clients]
-            known = bad if self.knows == "colluders" else good
+            known_pairs = bad if self.knows == "colluders" else good
             if not bad:
                 continue
-            if len(known) < self.needed:
+            if len(known_pairs) < self.needed:
                 warn(
-                    f"Round {server.round + 1}: {self.key} does nothing: bad clients know {len(known)} changes of model "
-                    f"'{model}', and it is made of {self.needed} or more."
+                    f"Round {server.round + 1}: {self.key} does nothing: bad clients know {len(known_pairs)} changes of "
+                    f"model '{model}', and it is made of {self.needed} or more."
                 )
                 continue
             names = [name for name in server.architecture(model).trainable if name in bad[0][1].state]
             old = server.models[model]
-            changes = torch.stack([change_of(*pair, old, names) for pair in known])
+            changes = torch.stack([change_of(*pair, old, names) for pair in known_pairs])
             crafted = self.crafted(changes, len(pairs), len(bad))
             for message, update in bad:  # what the client keeps may be the same dict
                 update.state = update.state | add_row(_starts(message, old, names), crafted)
@@ -125,9 +125,9 @@ class InnerProductManipulation(Colluding):
         super().__init__(clients, knows)
         self.epsilon = epsilon
 
-    def crafted(self, known: Tensor, clients: int, bad: int) -> Tensor:
+    def crafted(self, changes: Tensor, clients: int, bad: int) -> Tensor:
         """Return the mean, turned round."""
-        return -self.epsilon * known.mean(dim=0)
+        return -self.epsilon * changes.mean(dim=0)
 
 
 class ALIE(Colluding):
@@ -180,9 +180,9 @@ class ALIE(Colluding):
         share = _share(clients, bad)
         return 3.0 if share >= 1 else max(0.0, NormalDist().inv_cdf(share)) if share > 0 else 0.0
 
-    def crafted(self, known: Tensor, clients: int, bad: int) -> Tensor:
+    def crafted(self, changes: Tensor, clients: int, bad: int) -> Tensor:
         """Return the mean minus some standard deviations."""
-        return known.mean(dim=0) - self.standard_deviations(clients, bad) * known.std(dim=0, correction=0)
+        return changes.mean(dim=0) - self.standard_deviations(clients, bad) * changes.std(dim=0, correction=0)
 
 
 def _share(clients: int, bad: int) -> float:

@@ -37,7 +37,7 @@ class SignFlip(Attack):
 
 
 class GaussianAttack(Attack):
-    """Bad clients send Gaussian noise in the place of their change.
+    """Bad clients send Gaussian noise instead of their change.
 
     Args:
         clients: The bad clients' ids.
@@ -77,7 +77,7 @@ class ModelReplacement(UpdateInterception, Attack):
         clients: The bad clients' ids.
         scale: A number (default 10), usually the number of participants over the number of bad clients; `"exact"`:
             ``n_total / (n_bad server_lr)`` by the weights of the mean in each round, which the attackers are taken to know;
-            refused beside a server's optimizer, whose step is no multiple of the mean's.
+            refused beside a server's optimizer, whose step is not a multiple of the mean's.
         server_lr: Factor on changes at the server, such as a rule's, that `"exact"` makes up for. Default 1: none.
         alpha: Share of the task's loss in the loss of bad clients, in (0, 1]. Default 1.
 

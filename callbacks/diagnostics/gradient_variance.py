@@ -85,7 +85,7 @@ class GradientVariance(LayerRecorder):
         moments = gradient_moments(module, batches, precision, self.seed, weights_only=self.weights_only).over(reduce)
         layers = ordered_layers(module, moments.order)
         values = moments.over_params(layers) if self.definition == "grad_var_params" else moments.over_samples(layers)
-        found = LayerValues(
+        layer_values = LayerValues(
             self.definition + ("_per_parameter" if self.per_parameter else ""),
             [layer.name for layer in layers],
             counts_of(layers, moments.mean),
@@ -93,8 +93,8 @@ class GradientVariance(LayerRecorder):
             settings={"weights_only": self.weights_only, "batches": moments.batches},
         )
         if self.per_parameter:
-            found.values = found.per_parameter
-        return found
+            layer_values.values = layer_values.per_parameter
+        return layer_values
 
 
 @dataclass

@@ -35,7 +35,7 @@ class HessianTrace(LayerRecorder):
     of its diagonal block `H_i` of layer i is the sum of the block's eigenvalues. Hutchinson: :math:`z' H_i z` with
     independent signs z on the layer's own coordinates has the trace as its mean; the result is the mean over
     `num_probes` draws, with the standard error of that mean. (PLayer-FL's code sums the singular values of one product
-    with a random unit vector, which is no trace.) A trace may be negative: plot it on a linear or a symlog axis.
+    with a random unit vector, which is not a trace.) A trace may be negative: plot it on a linear or a symlog axis.
 
     A draw costs one backward pass of second order per layer and batch. A block that is diagonal has no error at all.
 
@@ -155,17 +155,19 @@ def _draws(
     parameters = {name: parameter for block in blocks for name, parameter in block.items()}
     gradients: dict[str, Tensor | None] = dict.fromkeys(parameters)
     if parameters:
-        found = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, allow_unused=True)
-        gradients = dict(zip(parameters, found, strict=True))
+        derivatives = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, allow_unused=True)
+        gradients = dict(zip(parameters, derivatives, strict=True))
     draws = widen(loss.new_zeros(num_probes, len(layers)))
     for column, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         curved = {n: g for n in block if (g := gradients[n]) is not None and g.requires_grad}  # others are constant
         for row in range(num_probes if curved else 0):
             z = _signs({name: block[name] for name in curved}, *seed, "signs", layer.name, row)
             products = _second_derivative(list(curved.values()), [block[name] for name in curved], list(z.values()))
-            terms = [(widen(p) * widen(s)).sum() for p, s in zip(products, z.values(), strict=True) if p is not None]
-            if terms:
-                draws[row, column] = torch.stack(terms).sum()
+            curvatures = [
+                (widen(p) * widen(s)).sum() for p, s in zip(products, z.values(), strict=True) if p is not None
+            ]
+            if curvatures:
+                draws[row, column] = torch.stack(curvatures).sum()
     return draws
 
 

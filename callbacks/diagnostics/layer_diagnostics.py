@@ -172,7 +172,7 @@ class StageTable:
         return Sensitivity(self.layers, self.num_parameters, self.values[quantity][:, 0].tolist(), METHODS[quantity])
 
 
-def sensitivity_rows(found: Sensitivity, quantity: str, number: int, stage: str, client: str) -> Iterator[LayerRow]:
+def sensitivity_rows(measured: Sensitivity, quantity: str, number: int, stage: str, client: str) -> Iterator[LayerRow]:
     """Give `I_l`, `F_l` (`_cumulative`) and `F_{l+1} / F_l` (`_ratio`, at layer l) as rows.
 
     Example:
@@ -180,9 +180,9 @@ def sensitivity_rows(found: Sensitivity, quantity: str, number: int, stage: str,
         >>> [(row.quantity, row.layer, row.value) for row in sensitivity_rows(found, "I", 1, "L2", "0")][2:]
         [('I_cumulative', 'body', 1.0), ('I_cumulative', 'head', 4.0), ('I_ratio', 'body', 4.0)]
     """
-    parts = {"": found.sensitivity, "_cumulative": found.cumulative, "_ratio": found.ratios}
+    parts = {"": measured.sensitivity, "_cumulative": measured.cumulative, "_ratio": measured.ratios}
     for suffix, values in parts.items():
-        for index, (layer, value) in enumerate(zip(found.layers, values, strict=False), 1):  # one ratio less
+        for index, (layer, value) in enumerate(zip(measured.layers, values, strict=False), 1):  # one ratio less
             yield LayerRow(number, stage, client, index, layer, quantity + suffix, value)
 
 
@@ -277,16 +277,16 @@ class LayerLook:
         """Return the numbers and their standard errors, `(num_quantities, num_layers, 2)`; NaN where there are none."""
         asked = self.options.quantities
         counts = counts_of(self.layers, counted_parameters(self.module, self.options.weights_only))
-        found: dict[str, Columns] = {COUNTS: ([float(count) for count in counts],)}
+        columns_by_quantity: dict[str, Columns] = {COUNTS: ([float(count) for count in counts],)}
         if any(name in asked for name in OF_GRADIENTS):
-            found |= self._gradients()
+            columns_by_quantity |= self._gradients()
         if self.stage == "L2" and self.online is not None and any(self.online.steps.values()):
             self.online.order = self.order
-            found["sensitivity_online"] = (self.online.result().sensitivity,)
+            columns_by_quantity["sensitivity_online"] = (self.online.result().sensitivity,)
         if "hessian_trace" in asked:
-            found["hessian_trace"] = self._hessian()
+            columns_by_quantity["hessian_trace"] = self._hessian()
         values = torch.full((len(SENT), len(counts), 2), torch.nan, dtype=torch.float64)
-        for name, columns in found.items():
+        for name, columns in columns_by_quantity.items():
             if name == COUNTS or name in asked:
                 values[SENT.index(name), :, : len(columns)] = torch.tensor(columns, dtype=torch.float64).T
         return values
@@ -489,8 +489,8 @@ class LayerDiagnostics(FederatedCallback):
 
     def on_round_end(self, server: Server) -> None:
         """Write the round's rows and forget the measurements."""
-        found = server.state.pop(self.key, {})
-        tables = [table for client, extras in found.items() for table in self._tables(server, client, extras)]
+        by_client = server.state.pop(self.key, {})
+        tables = [table for client, extras in by_client.items() for table in self._tables(server, client, extras)]
         if tables and server.run_dir is not None:
             write_layers(server.run_dir / "layers.csv", round_rows(server.round + 1, tables))
 

@@ -41,14 +41,14 @@ def layer_numbers(
     here = [row for row in rows if (row.round, row.stage) == (round, stage) and row.client != ALL]
     if quantities is None:
         quantities = [name for name in PANELS if any(row.quantity == name for row in here)]
-    found = []
+    numbers = []
     for quantity in quantities:
         of_quantity = sorted((row for row in here if row.quantity == quantity), key=lambda row: row.layer_index)
         for index, layer in dict.fromkeys((row.layer_index, row.layer) for row in of_quantity):
             members = [row for row in of_quantity if row.layer == layer and math.isfinite(row.value)]
             if members:
                 values, errors = [row.value for row in members], [row.std_error for row in members]
-                found.append(
+                numbers.append(
                     {
                         "quantity": quantity,
                         "layer_index": index,
@@ -60,7 +60,7 @@ def layer_numbers(
                         "clients": len(values),
                     }
                 )
-    return found
+    return numbers
 
 
 def plot_layers(
@@ -130,9 +130,9 @@ def _draw_panel(axis: Any, numbers: Sequence[dict[str, Any]]) -> None:
 def _transition(rows: Sequence[LayerRow], round: int, stage: str, threshold: float) -> int | None:
     for quantity in ("sensitivity_online", "sensitivity"):
         for client in dict.fromkeys([ALL, *(row.client for row in rows)]):  # a plain run has no sum over clients
-            found = sensitivities([row for row in rows if row.round == round], quantity, stage, client)
-            if found:
-                return found[round].transition(threshold)
+            sensitivity_by_round = sensitivities([row for row in rows if row.round == round], quantity, stage, client)
+            if sensitivity_by_round:
+                return sensitivity_by_round[round].transition(threshold)
     return None
 
 
@@ -174,11 +174,11 @@ def plot_transition(
 
 def _draw_ratios(axis: Any, rows: Sequence[dict[str, Any]], top: float, threshold: float | None) -> None:
     gaps = dict.fromkeys((row["layer_index"], row["layer"], row["next"]) for row in rows)
-    names = short(list(dict.fromkeys(name for _, one, two in gaps for name in (one, two))))
+    names = short(list(dict.fromkeys(name for _, layer, two in gaps for name in (layer, two))))
     for index, _, _ in gaps:
-        found = [(row["round"], row["ratio"]) for row in rows if row["layer_index"] == index]
-        heights = [max(min(ratio - 1, top), SMALLEST) if not math.isnan(ratio) else ratio for _, ratio in found]
-        axis.plot([number for number, _ in found], heights, ".-", lw=1, label=f"{names[index]} / {names[index - 1]}")
+        points = [(row["round"], row["ratio"]) for row in rows if row["layer_index"] == index]
+        heights = [max(min(ratio - 1, top), SMALLEST) if not math.isnan(ratio) else ratio for _, ratio in points]
+        axis.plot([number for number, _ in points], heights, ".-", lw=1, label=f"{names[index]} / {names[index - 1]}")
     axis.set_ylim(SMALLEST * 0.7, top)
     _threshold_axis(axis, "y")
     if threshold is not None:

@@ -230,18 +230,18 @@ class LayerRecorder(Callback):
             return
         address = (self.seed, type(self).__name__, trainer.current_epoch, trainer.global_rank)
         with training_batches(trainer, pl_module, self.num_batches, *address) as batches:
-            found = self.measure(
+            layer_values = self.measure(
                 pl_module,
                 batches,
                 full_precision(trainer.precision_plugin),
                 lambda value: trainer.strategy.reduce(value, reduce_op="mean"),
             )
-        found.epoch = trainer.current_epoch
-        self.results.append(found)
+        layer_values.epoch = trainer.current_epoch
+        self.results.append(layer_values)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the results as plain values."""
-        return {"results": [found.to_dict() for found in self.results]} if self.results else {}
+        return {"results": [layer_values.to_dict() for layer_values in self.results]} if self.results else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the results of an earlier run."""
@@ -374,6 +374,6 @@ def training_batches(
 def _generators(loader: Any) -> Iterator[torch.Generator]:
     sampler = getattr(loader, "sampler", None)
     for owner in (loader, sampler, getattr(loader, "batch_sampler", None)):
-        found = getattr(owner, "generator", None)
-        if isinstance(found, torch.Generator):
-            yield found
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            yield generator

@@ -53,8 +53,8 @@ def sensitivities(
         elif row.stage == stage and row.client == ALL and row.quantity == "num_parameters":
             counts.setdefault(row.round, {})[row.layer] = int(row.value)
     return {
-        number: _sensitivity(list(found), list(found.values()), [counts.get(number, {}).get(la, 1) for la in found])
-        for number, found in sorted(values.items())
+        number: _sensitivity(list(layers), list(layers.values()), [counts.get(number, {}).get(la, 1) for la in layers])
+        for number, layers in sorted(values.items())
     }
 
 
@@ -68,11 +68,11 @@ def ratio_rows(runs: Runs, quantity: str = "sensitivity_online", stage: str = "L
         [{'run': 'seed 0', 'round': 1, 'layer_index': 1, 'layer': 'body', 'next': 'head', 'ratio': 4.0}]
     """
     return [
-        {"run": run, "round": number, "layer_index": index, "layer": one, "next": two, "ratio": ratio}
+        {"run": run, "round": number, "layer_index": index, "layer": layer, "next": two, "ratio": ratio}
         for run, rows in runs.items()
-        for number, found in sensitivities(rows, quantity, stage).items()
-        for index, (one, two, ratio) in enumerate(
-            zip(found.layers[:-1], found.layers[1:], found.ratios, strict=True), start=1
+        for number, sensitivity in sensitivities(rows, quantity, stage).items()
+        for index, (layer, two, ratio) in enumerate(
+            zip(sensitivity.layers[:-1], sensitivity.layers[1:], sensitivity.ratios, strict=True), start=1
         )
     ]
 
@@ -90,9 +90,9 @@ def transition_curve(
     """
     grid = list(thresholds)
     return [
-        {"run": run, "round": number, "threshold": t, "p": (p := found.transition(t)), "layer": found.layers[p - 1]}
+        {"run": run, "round": number, "threshold": t, "p": (p := curve.transition(t)), "layer": curve.layers[p - 1]}
         for run, rows in runs.items()
-        for number, found in sensitivities(rows, quantity, stage).items()
+        for number, curve in sensitivities(rows, quantity, stage).items()
         for t in grid
     ]
 
@@ -107,10 +107,10 @@ def transition_ranges(runs: Runs, quantity: str = "sensitivity_online", stage: s
         [(1, 1.0, 4.0), (2, 4.0, inf)]
     """
     return [
-        {"run": run, "round": number, "p": p, "layer": found.layers[p - 1], "low": low, "high": high}
+        {"run": run, "round": number, "p": p, "layer": sensitivity.layers[p - 1], "low": low, "high": high}
         for run, rows in runs.items()
-        for number, found in sensitivities(rows, quantity, stage).items()
-        for p, low, high in _steps(found)
+        for number, sensitivity in sensitivities(rows, quantity, stage).items()
+        for p, low, high in _steps(sensitivity)
     ]
 
 
@@ -130,12 +130,12 @@ def common_range(ranges: Iterable[Mapping[str, Any]], p: int) -> tuple[float, fl
     return (low, high) if low < high else None
 
 
-def _steps(found: Sensitivity) -> list[tuple[int, float, float]]:
+def _steps(sensitivity: Sensitivity) -> list[tuple[int, float, float]]:
     """The steps of p(t): p can only change where t passes a ratio."""
-    edges = [1.0, *sorted({ratio for ratio in found.ratios if 1 < ratio < math.inf}), math.inf]
+    edges = [1.0, *sorted({ratio for ratio in sensitivity.ratios if 1 < ratio < math.inf}), math.inf]
     steps: list[tuple[int, float, float]] = []
     for low, high in itertools.pairwise(edges):
-        p = found.transition(low if low > 1 else math.nextafter(1.0, 2.0))
+        p = sensitivity.transition(low if low > 1 else math.nextafter(1.0, 2.0))
         if steps and steps[-1][0] == p:
             steps[-1] = (p, steps[-1][1], high)
         else:
@@ -208,7 +208,7 @@ def rank_correlation(
                 by_run.setdefault(run, []).append(rho)
             else:
                 left_out += 1
-    values = [np.array(found) for found in by_run.values()]
+    values = [np.array(rhos) for rhos in by_run.values()]
     if not values:
         raise ValueError(
             f"No group (run, round, client) has '{a}' and '{b}' in 3 layers or more at stage {stage}. "
@@ -242,11 +242,11 @@ def correlation_rows(
 
 def _groups(rows: Iterable[LayerRow], a: str, b: str, stage: str) -> list[list[tuple[float, float]]]:
     """Per (round, client) the pairs of values of the layers that have both."""
-    found: dict[tuple[int, str], dict[str, dict[str, float]]] = {}
+    groups: dict[tuple[int, str], dict[str, dict[str, float]]] = {}
     for row in rows:
         if row.stage == stage and row.client != ALL and row.quantity in (a, b):
-            found.setdefault((row.round, row.client), {}).setdefault(row.layer, {})[row.quantity] = row.value
-    return [[(both[a], both[b]) for both in layers.values() if a in both and b in both] for layers in found.values()]
+            groups.setdefault((row.round, row.client), {}).setdefault(row.layer, {})[row.quantity] = row.value
+    return [[(both[a], both[b]) for both in layers.values() if a in both and b in both] for layers in groups.values()]
 
 
 def _spearman(pairs: Sequence[tuple[float, float]]) -> float:

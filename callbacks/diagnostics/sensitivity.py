@@ -29,15 +29,15 @@ def write_sensitivity(
         >>> json.loads(Path("run/sensitivity.json").read_text())["cumulative"]
         [1.0, 4.0]
     """
-    found = total.to_dict() | {
+    content = total.to_dict() | {
         "threshold": threshold if math.isfinite(threshold) else None,
         "split": split,
-        "clients": {client: own.sensitivity for client, own in clients.items()},
+        "clients": {client: sensitivity.sensitivity for client, sensitivity in clients.items()},
     }
     figures = folder / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     total.plot(threshold=threshold, path=figures / "sensitivity.png", split=split)
-    (folder / "sensitivity.json").write_text(json.dumps(found, indent=1))
+    (folder / "sensitivity.json").write_text(json.dumps(content, indent=1))
 
 
 Method = Literal["online", "mean_gradient", "one_batch"]

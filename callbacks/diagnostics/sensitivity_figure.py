@@ -17,7 +17,7 @@ THRESHOLDS = (1.001, 1.003, 1.01, 1.03, 1.1, 1.3, 2, 4, 10, 30, 100, 1e3, 1e4, 1
 
 
 def draw(
-    found: Sensitivity, threshold: float | None = None, path: str | Path | None = None, split: int | None = None
+    measured: Sensitivity, threshold: float | None = None, path: str | Path | None = None, split: int | None = None
 ) -> Any:
     """Draw the three panels.
 
@@ -29,29 +29,29 @@ def draw(
     """
     from matplotlib.figure import Figure
 
-    count = len(found.layers)
+    count = len(measured.layers)
     if split is None and threshold is not None:
-        split = found.transition(threshold)
+        split = measured.transition(threshold)
     shown = threshold if threshold is not None and math.isfinite(threshold) else None
-    names = short(found.layers)
-    above = [max(value - 1, SMALLEST) for value in found.ratios if math.isfinite(value)]
+    names = short(measured.layers)
+    above = [max(value - 1, SMALLEST) for value in measured.ratios if math.isfinite(value)]
     top = 2.5 * max([*above, 0.5, shown - 1 if shown else 0.0])
     figure = Figure(figsize=(4.6 + 0.9 * min(max(count, 7), 14), 4.0 if count <= 12 else 5.0), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    _draw_cumulative(left, found, names, split)
-    _draw_ratios(middle, found, names, top, shown)
-    _draw_transition(right, found, names, top, shown)
+    _draw_cumulative(left, measured, names, split)
+    _draw_ratios(middle, measured, names, top, shown)
+    _draw_transition(right, measured, names, top, shown)
     for axis in (left, middle, right):
         axis.grid(alpha=0.3)
-    gradients = "weights only" if found.weights_only else "weights and biases"
-    figure.suptitle(f"federation sensitivity ({found.method}, {gradients})", fontsize=10, color="#555555")
+    gradients = "weights only" if measured.weights_only else "weights and biases"
+    figure.suptitle(f"federation sensitivity ({measured.method}, {gradients})", fontsize=10, color="#555555")
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
 
 
-def _draw_cumulative(axis: Any, found: Sensitivity, names: list[str], split: int | None) -> None:
-    f, count = found.cumulative, len(names)
+def _draw_cumulative(axis: Any, measured: Sensitivity, names: list[str], split: int | None) -> None:
+    f, count = measured.cumulative, len(names)
     base = next((value for value in f if value > 0), 1.0)
     axis.plot(range(1, count + 1), [value / base if value > 0 else math.nan for value in f], "o-", color=BLUE)
     axis.set_yscale("log" if f[-1] > 10 * base else "linear")
@@ -65,11 +65,11 @@ def _draw_cumulative(axis: Any, found: Sensitivity, names: list[str], split: int
         axis.text(0.03, 0.97, f"{where}\n{shared}", transform=axis.transAxes, va="top", fontsize=8, color=BLUE)
 
 
-def _draw_ratios(axis: Any, found: Sensitivity, names: list[str], top: float, threshold: float | None) -> None:
+def _draw_ratios(axis: Any, measured: Sensitivity, names: list[str], top: float, threshold: float | None) -> None:
     count = len(names)
     axis.set_ylim(SMALLEST * 0.7, top)
     _threshold_axis(axis, "y")
-    for gap, value in enumerate(found.ratios, 1):
+    for gap, value in enumerate(measured.ratios, 1):
         if math.isnan(value):
             continue
         height = max(min(value - 1, 0.8 * top), SMALLEST)
@@ -85,10 +85,10 @@ def _draw_ratios(axis: Any, found: Sensitivity, names: list[str], top: float, th
         axis.axhline(threshold - 1, color=RED, linestyle="--", lw=1)
 
 
-def _draw_transition(axis: Any, found: Sensitivity, names: list[str], top: float, threshold: float | None) -> None:
+def _draw_transition(axis: Any, measured: Sensitivity, names: list[str], top: float, threshold: float | None) -> None:
     count = len(names)
     grid = [SMALLEST * (top / SMALLEST) ** (step / 500) for step in range(501)]
-    axis.step(grid, [found.transition(1 + excess) for excess in grid], where="post", color=BLUE)
+    axis.step(grid, [measured.transition(1 + excess) for excess in grid], where="post", color=BLUE)
     axis.set_xlim(SMALLEST, top)
     _threshold_axis(axis, "x")
     axis.set_title("federated layers $p(t)$", fontsize=10)

@@ -93,20 +93,20 @@ class Sensitivity:
         """
         counts = counts_of(layers, counted)
         sums = [math.fsum(of_pieces[piece] for piece in layer.pieces) for layer in layers]
-        terms = [total / count if count else 0.0 for total, count in zip(sums, counts, strict=True)]
-        return Sensitivity([layer.name for layer in layers], counts, terms, method, weights_only)
+        means = [total / count if count else 0.0 for total, count in zip(sums, counts, strict=True)]
+        return Sensitivity([layer.name for layer in layers], counts, means, method, weights_only)
 
     @staticmethod
-    def of_sent(module: nn.Module, terms: Tensor, order: Tensor, weights_only: bool = False) -> Sensitivity:
+    def of_sent(module: nn.Module, piece_sums: Tensor, order: Tensor, weights_only: bool = False) -> Sensitivity:
         """Return `I_k` from what `SensitivityAccumulator.to_send` gave.
 
         Args:
             module: The module that was measured, or a copy.
-            terms: `(num_pieces,)`, the terms of its pieces.
+            piece_sums: `(num_pieces,)`, the terms of its pieces.
             order: `(num_pieces,)`, the order of its pieces.
             weights_only: Whether biases were left out.
         """
-        of_pieces = dict(zip((piece.name for piece in pieces(module)), terms.tolist(), strict=True))
+        of_pieces = dict(zip((piece.name for piece in pieces(module)), piece_sums.tolist(), strict=True))
         counted = counted_parameters(module, weights_only)
         return Sensitivity.of(layers_sent(module, order), of_pieces, counted, "online", weights_only)
 
@@ -124,8 +124,8 @@ class Sensitivity:
             raise ValueError("Sensitivities of different layers, or in different order, cannot be summed.")
         if any((part.method, part.weights_only) != (first.method, first.weights_only) for part in parts):
             raise ValueError("Sensitivities of different methods are not the same quantity and cannot be summed.")
-        terms = [math.fsum(part.sensitivity[k] for part in parts) for k in range(len(first.layers))]
-        return Sensitivity(first.layers, first.num_parameters, terms, first.method, first.weights_only)
+        sums = [math.fsum(part.sensitivity[k] for part in parts) for k in range(len(first.layers))]
+        return Sensitivity(first.layers, first.num_parameters, sums, first.method, first.weights_only)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, with `cumulative` and `ratios` for a reader (`None` for NaN and infinity)."""
@@ -187,8 +187,8 @@ def is_bias(name: str) -> bool:
         (True, False)
     """
     parts = name.split(".")
-    own = parts[parts.index("parametrizations") + 1] if "parametrizations" in parts[:-1] else parts[-1]
-    return own == "bias" or own.startswith("bias_") or own.endswith("_bias")
+    own_name = parts[parts.index("parametrizations") + 1] if "parametrizations" in parts[:-1] else parts[-1]
+    return own_name == "bias" or own_name.startswith("bias_") or own_name.endswith("_bias")
 
 
 def order_to_send(module: nn.Module, order: Iterable[str]) -> Tensor:
@@ -256,22 +256,22 @@ class SensitivityAccumulator:
         if not gradients:
             return
         parameters = dict(self.module.named_parameters())
-        terms = [_squares(parameters[name], gradient) for name, gradient in gradients.items()]
-        values = torch.stack([term.to(terms[0].device) for term in terms]).tolist()  # one transfer a step
+        squares = [_squares(parameters[name], gradient) for name, gradient in gradients.items()]
+        values = torch.stack([term.to(squares[0].device) for term in squares]).tolist()  # one transfer a step
         self.add_terms(dict(zip(gradients, values, strict=True)), self.counted if stepped is None else stepped, scale)
 
-    def add_terms(self, terms: Mapping[str, float], stepped: Iterable[str], scale: float = 1.0) -> None:
+    def add_terms(self, squares: Mapping[str, float], stepped: Iterable[str], scale: float = 1.0) -> None:
         """Add one step, given `sum (theta_p grad_p)^2` of each parameter that has a gradient."""
-        if all(map(math.isfinite, terms.values())):
+        if all(map(math.isfinite, squares.values())):
             for name in stepped:
                 if name in self.counted:
-                    self.sums[name] += terms.get(name, 0.0) / scale**2
+                    self.sums[name] += squares.get(name, 0.0) / scale**2
                     self.steps[name] += 1
 
     def add_step(self, optimizer: Optimizer | None = None, scale: float = 1.0) -> None:
         """Add one step whose gradients are in `.grad`."""
-        own = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-        mine = {name: p for name, p in self.module.named_parameters() if own is None or id(p) in own}
+        ids = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = {name: p for name, p in self.module.named_parameters() if ids is None or id(p) in ids}
         self.add({name: p.grad for name, p in mine.items() if p.grad is not None}, scale, mine)
 
     def state_dict(self) -> dict[str, Any]:
@@ -292,14 +292,14 @@ class SensitivityAccumulator:
 
     def to_send(self) -> dict[str, Tensor]:
         """Return the terms of the pieces as registered, `(num_pieces,)`, and their order as called, `(num_pieces,)`."""
-        terms = self.of_pieces()
+        sum_by_piece = self.of_pieces()
         return {
-            "sensitivity": torch.tensor(list(terms.values()), dtype=torch.float64),
-            "order": order_to_send(self.module, dict.fromkeys([*(self.order or ()), *terms])),
+            "sensitivity": torch.tensor(list(sum_by_piece.values()), dtype=torch.float64),
+            "order": order_to_send(self.module, dict.fromkeys([*(self.order or ()), *sum_by_piece])),
         }
 
     def result(self, method: str = "online") -> Sensitivity:
-        """Return `I_k`, with the mean over the steps in the place of `(theta_p grad_p)^2`."""
+        """Return `I_k`, with the mean over the steps instead of `(theta_p grad_p)^2`."""
         self.stop_watching()
         layers = ordered_layers(self.module, self.order)
         return Sensitivity.of(layers, self.of_pieces(), self.counted, method, self.weights_only)

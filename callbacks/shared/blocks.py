@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from sklearn.cluster import KMeans
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -82,6 +81,8 @@ def grouped(alike: Tensor, count: int, how: Literal["medoids", "means"], seed: i
         >>> grouped(alike, 2, "medoids", 0), grouped(alike, 2, "means", 0)
         ([0, 0, 1], [0, 0, 1])
     """
+    from sklearn.cluster import KMeans  # slow to import
+
     count = min(count, len(alike))
     if how == "means":
         same = ties.representatives(alike)
@@ -90,11 +91,11 @@ def grouped(alike: Tensor, count: int, how: Literal["medoids", "means"], seed: i
         rows = vectors * torch.where(values > TINY * values.max(), values, torch.zeros_like(values)).sqrt()
         means = KMeans(min(count, len(each)), n_init=10, random_state=seed % 2**32)
         groups = means.fit_predict(rows.numpy(), sample_weight=[same.count(block) for block in each]).tolist()
-        found = [groups[each.index(block)] for block in same]
+        labels = [groups[each.index(block)] for block in same]
     else:
-        found = _by_medoids(1 / alike.clamp(min=TINY), count)
-    order = list(dict.fromkeys(found))
-    return [order.index(group) for group in found]
+        labels = _by_medoids(1 / alike.clamp(min=TINY), count)
+    order = list(dict.fromkeys(labels))
+    return [order.index(group) for group in labels]
 
 
 def _by_medoids(apart: Tensor, count: int) -> list[int]:
@@ -116,9 +117,9 @@ def _by_medoids(apart: Tensor, count: int) -> list[int]:
         swaps = [
             [new if it == old else it for it in medoids] for old in medoids for new in everybody if new not in medoids
         ]
-        if not swaps or not (found := cheapest(swaps)) or cost(found) >= best * (1 - ties.CLOSE):
+        if not swaps or not (swapped := cheapest(swaps)) or cost(swapped) >= best * (1 - ties.CLOSE):
             break
-        medoids, best = found, cost(found)
+        medoids, best = swapped, cost(swapped)
     medoids.sort()
     nearest = ties.first_least(apart[:, medoids], 1).tolist()
     return [medoids.index(row) if row in medoids else nearest[row] for row in everybody]
@@ -141,28 +142,28 @@ def candidates(
     members = [[place for place, group in enumerate(groups) if group == k] for k in range(max(groups) + 1)]
     least = max(min(depths[0], len(parts)), len(members))
     most = max(min(depths[1], len(parts)), least)
-    found: dict[tuple[int, ...], None] = {}
+    drawn: dict[tuple[int, ...], None] = {}
     for _ in range(TRIES * count):
-        if len(found) == count:
+        if len(drawn) == count:
             break
-        chosen = [own[int(torch.randint(len(own), (1,), generator=draw))] for own in members]
+        chosen = [group[int(torch.randint(len(group), (1,), generator=draw))] for group in members]
         size = int(torch.randint(least, most + 1, (1,), generator=draw))
         others = [place for place in torch.randperm(len(parts), generator=draw).tolist() if place not in chosen]
         chosen += others[: size - len(chosen)]
         places = tuple(sorted(chosen, key=lambda it: (parts[it].rank, parts[it].depth, parts[it].client)))
-        if set(required) <= {parts[it].kind for it in places} and places not in found and fits(places):
-            found[places] = None
-    return [list(places) for places in found]
+        if set(required) <= {parts[it].kind for it in places} and places not in drawn and fits(places):
+            drawn[places] = None
+    return [list(places) for places in drawn]
 
 
-def nearest_teachers(models: Sequence[Tensor], made: Sequence[Tensor]) -> list[int]:
+def nearest_teachers(models: Sequence[Tensor], offered: Sequence[Tensor]) -> list[int]:
     """Return for each model the candidate whose outputs have the largest mean cosine with its own; the first of several.
 
     Example:
         >>> nearest_teachers([torch.tensor([[1.0, 0.0]])], [torch.tensor([[0.0, 2.0]]), torch.tensor([[3.0, 1.0]])])
         [1]
     """
-    table = [[float(F.cosine_similarity(own.double(), other.double()).mean()) for other in made] for own in models]
+    table = [[float(F.cosine_similarity(rows.double(), other.double()).mean()) for other in offered] for rows in models]
     return ties.first_largest(torch.tensor(table, dtype=torch.float64), 1).tolist()
 
 
@@ -242,14 +243,14 @@ class Stitched(LightningModule):
 
     def activations(self, x: Tensor) -> list[Tensor]:
         """Return the input, then the output of every block."""
-        found = [x]
+        outputs = [x]
         for place, block in enumerate(self.parts):
             if str(place) in self.stitches:
                 x = self.stitches[str(place)](x.flatten(1))
                 x = (x.relu() if self.relu else x).reshape(len(x), *block.into)
             x = block(x)
-            found.append(x)
-        return found
+            outputs.append(x)
+        return outputs
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""
@@ -324,7 +325,7 @@ class Block(nn.Module):
     Its parameters and buffers are those of its layer.
 
     Args:
-        shell: The network with stubs in the place of other layers; or the user's module for the block.
+        shell: The network with stubs instead of other layers; or the user's module for the block.
         entry: The place at which the input comes in; `None`: it is the network's input.
         whole: Shape of one sample of the network's input.
 
@@ -383,20 +384,20 @@ def cut(module: LightningModule, x: Tensor) -> list[Block]:
         fc (6,) (10,)
     """
     whole = tuple(x.shape[1:])
-    own = _own_blocks(module)
-    made = [Block(part, None, whole) for part in own] if own else _by_layers(module, x)
-    kinds = [_kind(block, bool(own)) for block in made]
+    own_modules = _own_blocks(module)
+    blocks = [Block(part, None, whole) for part in own_modules] if own_modules else _by_layers(module, x)
+    kinds = [_kind(block, bool(own_modules)) for block in blocks]
     last = max((depth for depth, kind in enumerate(kinds) if kind == "conv"), default=-1)
-    for depth, (block, kind) in enumerate(zip(made, kinds, strict=True)):
+    for depth, (block, kind) in enumerate(zip(blocks, kinds, strict=True)):
         block.kind, block.depth = kind, depth
-        block.rank = 2 if block is made[-1] else int(depth > last)
+        block.rank = 2 if block is blocks[-1] else int(depth > last)
         block.into = tuple(x.shape[1:])
         with _looking(block):
             x = block(x)
         if not isinstance(x, Tensor) or x.ndim < 2:
             raise ValueError(f"block {depth} gives no rows, one for each sample, but a {type(x).__name__}. {WAY_OUT}")
         block.out = tuple(x.shape[1:])
-    return made
+    return blocks
 
 
 def check_cut(owner: str, module: LightningModule, x: Tensor) -> list[Block]:
@@ -500,9 +501,9 @@ class _Calls:
         self.outputs: dict[str, tuple[int, ...]] = {}
         paths = [path for layer in ordered_layers(module) for path in layer.pieces]
         modules = dict(module.named_modules())
-        held = next((path for path in paths if path not in modules), None)
-        if held is not None:
-            raise ValueError(f"parameters are held outside of layers ('{held}'). {WAY_OUT}")
+        loose_path = next((path for path in paths if path not in modules), None)
+        if loose_path is not None:
+            raise ValueError(f"parameters are held outside of layers ('{loose_path}'). {WAY_OUT}")
         order, handles = ForwardOrder(module), []
         try:
             for path in paths:
@@ -531,16 +532,16 @@ def _own_blocks(module: LightningModule) -> list[nn.Module]:
     for owner in (module, *module.children()):
         method = getattr(owner, "blocks", None)
         if callable(method) and not isinstance(method, nn.Module):
-            found = list(method())
-            if not found or not all(isinstance(part, nn.Module) for part in found):
+            parts = list(method())
+            if not parts or not all(isinstance(part, nn.Module) for part in parts):
                 raise ValueError(f"{type(owner).__name__}.blocks() must return modules, one at least")
-            return found
+            return parts
     return []
 
 
-def _kind(block: Block, own: bool) -> str:
+def _kind(block: Block, is_own_block: bool) -> str:
     """Return what operation a block is."""
-    parts = [part for part in block.modules() if own or any(True for _ in part.parameters(recurse=False))]
+    parts = [part for part in block.modules() if is_own_block or any(True for _ in part.parameters(recurse=False))]
     if any(isinstance(part, CONVOLUTIONS) for part in parts):
         return "conv"
     return "fc" if any(isinstance(part, nn.Linear) for part in parts) else "other"

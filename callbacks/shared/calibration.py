@@ -22,7 +22,7 @@ from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 
 def check_head(setup: Setup, head: str | list[str] | None, owner: str) -> tuple[int, bool]:
-    """Refuse before round 1 a loss that is no cross entropy over the classes that the head gives logits of.
+    """Refuse before round 1 a loss that is not a cross entropy over the classes that the head gives logits of.
 
     What tells it is the slope of the loss on a first batch: a function of `softmax(logits)` does not change when a number is
     added to all logits of a sample, so that the slopes of a sample add up to 0.
@@ -51,8 +51,8 @@ def check_head(setup: Setup, head: str | list[str] | None, owner: str) -> tuple[
     size = float(plain.abs().max())
     if slope.abs().max() == 0 or slope.sum(1).abs().max() > 1e-3 * float(slope.abs().max()):
         raise ValueError(
-            f"{owner} is defined for the cross entropy, and the loss of {name} is no cross entropy of what `{path}` gives. "
-            f"Use F.cross_entropy on it, set head=... to the submodule that gives the logits, or remove {owner}."
+            f"{owner} is defined for the cross entropy, and the loss of {name} is not a cross entropy of what `{path}` "
+            f"gives. Use F.cross_entropy on it, set head=... to the submodule that gives the logits, or remove {owner}."
         )
     return logits.shape[1], bool((slope - plain).abs().max() <= 1e-3 * size)
 
@@ -61,8 +61,8 @@ def _slope(loss: Tensor, logits: Tensor) -> Tensor:
     """Return the gradient of a loss by the logits; zeros if it does not depend on them."""
     if not (loss.requires_grad and logits.requires_grad):
         return torch.zeros_like(logits)
-    (found,) = torch.autograd.grad(loss, logits, allow_unused=True, retain_graph=True)
-    return torch.zeros_like(logits) if found is None else found.detach()
+    (slope,) = torch.autograd.grad(loss, logits, allow_unused=True, retain_graph=True)
+    return torch.zeros_like(logits) if slope is None else slope.detach()
 
 
 IGNORED = -100
@@ -70,7 +70,7 @@ IGNORED = -100
 
 
 def known_labels(labels: Tensor, classes: int) -> Tensor:
-    """Return labels of which those that are no class (a module's own `ignore_index`) are torch's label for that.
+    """Return labels of which those that are not a class (a module's own `ignore_index`) are torch's label for that.
 
     Example:
         >>> known_labels(torch.tensor([0, 255, 2, -1]), 3).tolist()
@@ -85,21 +85,21 @@ def samples_by_class(client: Client, classes: int, owner: str) -> Tensor:
     Raises:
         ValueError: If the data have more classes than there are logits.
     """
-    told = None if POOLED in (client.id, client.message.data) else client.class_counts
-    if told is None:
+    counts = None if POOLED in (client.id, client.message.data) else client.class_counts
+    if counts is None:
         labels = client.outputs(client.one_pass(), lambda _, batch: labels_of(batch, owner))
         labels = known_labels(labels.long(), classes)
-        told = torch.bincount(labels[labels != IGNORED], minlength=classes).tolist()
-    if any(told[classes:]):
+        counts = torch.bincount(labels[labels != IGNORED], minlength=classes).tolist()
+    if any(counts[classes:]):
         raise ValueError(
-            f"{owner} needs a logit for each class, and the data of client '{client.id}' have {len(told)} classes, its "
+            f"{owner} needs a logit for each class, and the data of client '{client.id}' have {len(counts)} classes, its "
             f"model {classes} logits"
         )
-    return torch.tensor([*told, *[0] * classes][:classes])
+    return torch.tensor([*counts, *[0] * classes][:classes])
 
 
 def with_other_cross_entropy(loss: Tensor, logits: Tensor, labels: Tensor, other: Tensor) -> Tensor:
-    """Return `loss + other - CE(logits)`: the loss with another term in the place of its cross entropy, all else as it is.
+    """Return `loss + other - CE(logits)`: the loss with another term instead of its cross entropy, all else as it is.
 
     Shapes:
         logits: `(batch, classes)`; labels: `(batch,)`; loss and other: scalars.
@@ -110,7 +110,7 @@ def with_other_cross_entropy(loss: Tensor, logits: Tensor, labels: Tensor, other
 
 
 def check_cross_entropy(setup: Setup, taps: Taps, owner: str) -> None:
-    """Refuse a loss that is no mean cross entropy of the tapped `logits`; warn of class weights and smoothed labels.
+    """Refuse a loss that is not a mean cross entropy of the tapped `logits`; warn of class weights and smoothed labels.
 
     The gradient of the loss at the logits tells, on a first batch: `softmax(logits) - onehot(labels)` over the samples.
 
@@ -130,7 +130,7 @@ def check_cross_entropy(setup: Setup, taps: Taps, owner: str) -> None:
     kind = kind_of_loss(*_with_gradient(setup, batch, taps), known_labels(labels, classes))
     if kind == "other":
         raise ValueError(
-            f"{owner} changes the logits of a cross entropy, and the loss of {name} is no mean cross entropy of what its "
+            f"{owner} changes the logits of a cross entropy, and the loss of {name} is not a mean cross entropy of what its "
             "head gives. Set head=... to the submodule that gives the logits, train on the cross entropy, or remove "
             f"{owner}."
         )
@@ -148,8 +148,8 @@ def _with_gradient(setup: Setup, batch: object, taps: Taps) -> tuple[Tensor, Ten
     with torch.enable_grad(), isolated("loss"), muted(module), frozen_buffers(module), tap:
         loss = probes.training_loss(module, probes.move_batch(module, batch))
         logits = tap.features
-        found = torch.autograd.grad(loss, logits, allow_unused=True)[0] if logits.requires_grad else None
-    return rows(logits.detach()), rows(torch.zeros_like(logits) if found is None else found)
+        loss_gradient = torch.autograd.grad(loss, logits, allow_unused=True)[0] if logits.requires_grad else None
+    return rows(logits.detach()), rows(torch.zeros_like(logits) if loss_gradient is None else loss_gradient)
 
 
 def kind_of_loss(logits: Tensor, gradient: Tensor, labels: Tensor) -> Literal["plain", "weighted", "smoothed", "other"]:
@@ -168,12 +168,12 @@ def kind_of_loss(logits: Tensor, gradient: Tensor, labels: Tensor) -> Literal["p
     there = labels != IGNORED
     logits, gradient, labels = logits[there], gradient[there] * int(there.sum()), labels[there]
     chances = logits.softmax(1)
-    own = F.one_hot(labels, logits.shape[1]).to(chances)
-    plain = chances - own
+    one_hot = F.one_hot(labels, logits.shape[1]).to(chances)
+    plain = chances - one_hot
     near = 1e-2 if len(labels) else 0.0
     if torch.allclose(gradient, plain, rtol=0.0, atol=near):
         return "plain"
-    others = (chances - gradient)[own == 0]  # the label's share in other classes
+    others = (chances - gradient)[one_hot == 0]  # the label's share in other classes
     if float(others.min()) > 0.0 and float(others.max() - others.min()) < 1e-3:
         return "smoothed"
     factors = (gradient * plain).sum(1) / plain.square().sum(1).clamp_min(1e-12)

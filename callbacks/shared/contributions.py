@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy.stats import rankdata
-from sklearn.cluster import KMeans
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_f1_score
 
@@ -153,12 +152,12 @@ def levels(contributions: Mapping[str, float]) -> dict[str, int]:
         {'a': 1, 'b': 0, 'c': 1}
     """
     order = sorted(contributions, key=contributions.__getitem__)
-    found, level = {}, 0
+    level_by_client, level = {}, 0
     for before, client in zip([None, *order], order, strict=False):
         if before is not None and contributions[client] - contributions[before] > ties.CLOSE:
             level += 1
-        found[client] = level
-    return {client: found[client] for client in contributions}
+        level_by_client[client] = level
+    return {client: level_by_client[client] for client in contributions}
 
 
 def write_ledger(path: Path, entries: Sequence[Mapping[str, object]]) -> None:
@@ -172,8 +171,8 @@ def write_ledger(path: Path, entries: Sequence[Mapping[str, object]]) -> None:
 def class_scores(client: Client, head: str, owner: str, split: str = "val") -> Tensor:
     """Return the F1 score of the client's present model on each class, `(num_classes,)`; 0 for a class without samples."""
     logits, labels = [], []
-    for batch, found in client.feature_pass(lambda module: {"logits": FeatureTap(module, head, at="output")}, split):
-        logits.append(found["logits"].float().cpu())
+    for batch, features in client.feature_pass(lambda module: {"logits": FeatureTap(module, head, at="output")}, split):
+        logits.append(features["logits"].float().cpu())
         labels.append(labels_of(batch, owner).cpu())
     scores = torch.cat(logits)
     return multiclass_f1_score(scores, torch.cat(labels), num_classes=scores.shape[1], average="none")
@@ -190,6 +189,8 @@ def groups_by_class_scores(scores: Mapping[str, Tensor], num_groups: int, seed: 
         >>> groups["a"] == groups["c"] != groups["b"]
         True
     """
+    from sklearn.cluster import KMeans  # slow to import
+
     if len(scores) <= num_groups:
         return {client: number for number, client in enumerate(scores)}
     table = torch.stack(list(scores.values())).double().numpy()
@@ -260,13 +261,13 @@ def shapley_values(
         return Shapley({}, 0, exact=True)
     if truncate_round > 0 and abs(all_together - nobody) <= truncate_round:
         return Shapley(dict.fromkeys(players, 0.0), 0, exact=False)
-    known = {frozenset(): nobody, everybody: all_together}
+    worth_by_coalition = {frozenset(): nobody, everybody: all_together}
     if 2 ** len(players) - 2 <= max_evaluations:
         others = [frozenset(some) for size in range(1, len(players)) for some in combinations(players, size)]
         worths = (yield others) if others else []
-        known |= dict(zip(others, worths, strict=True))
-        return Shapley(_exact(players, known), len(others), exact=True)
-    return (yield from _sampled(players, known, max_evaluations, truncate_walk, draw))
+        worth_by_coalition |= dict(zip(others, worths, strict=True))
+        return Shapley(_exact(players, worth_by_coalition), len(others), exact=True)
+    return (yield from _sampled(players, worth_by_coalition, max_evaluations, truncate_walk, draw))
 
 
 def play(game: Game, worth: Callable[[Coalition], float]) -> Shapley:
@@ -276,8 +277,8 @@ def play(game: Game, worth: Callable[[Coalition], float]) -> Shapley:
         while True:
             asked = game.send([worth(coalition) for coalition in asked])
     except StopIteration as end:
-        found: Shapley = end.value
-        return found
+        shapley: Shapley = end.value
+        return shapley
 
 
 def _exact(players: Sequence[str], worth: dict[Coalition, float]) -> dict[str, float]:
@@ -293,14 +294,14 @@ def _exact(players: Sequence[str], worth: dict[Coalition, float]) -> dict[str, f
 
 def _sampled(
     players: Sequence[str],
-    known: dict[Coalition, float],
+    worth_by_coalition: dict[Coalition, float],
     max_evaluations: int,
     close_enough: float,
     draw: torch.Generator | None,
 ) -> Game:
     assert draw is not None, "sampling needs a generator"
     m, evaluations = len(players), 0
-    nobody, all_together = known[frozenset()], known[frozenset(players)]
+    nobody, all_together = worth_by_coalition[frozenset()], worth_by_coalition[frozenset(players)]
     marginals: list[list[float]] = []
     sums, walks = torch.zeros(m, m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)  # by who leads
     means: list[list[float]] = []
@@ -313,11 +314,11 @@ def _sampled(
             coalition |= {players[place]}
             if abs(all_together - before) < close_enough:
                 break  # the rest of the walk is worth nothing; what was not asked for is not remembered
-            if coalition not in known:
-                (known[coalition],) = yield [coalition]
+            if coalition not in worth_by_coalition:
+                (worth_by_coalition[coalition],) = yield [coalition]
                 evaluations += 1
-            marginal[place] = known[coalition] - before
-            before = known[coalition]
+            marginal[place] = worth_by_coalition[coalition] - before
+            before = worth_by_coalition[coalition]
         marginals.append(marginal)
         sums[lead] += torch.tensor(marginal, dtype=torch.float64)
         walks[lead] += 1

@@ -27,26 +27,26 @@ from fedlightning.callbacks.shared.server_models import SharesPredictions
 
 
 def inputs_of(batch: Any, owner: str = "Distillation") -> Any:
-    """Return the inputs of a batch: a tensor itself, the first of a tuple or list, a dict's one entry that is no label.
+    """Return the inputs of a batch: a tensor itself, the first of a tuple or list, a dict's one entry that is not a label.
 
     Example:
         >>> import torch
         >>> inputs_of([torch.zeros(2, 3), torch.zeros(2)]).shape, inputs_of({"x": torch.zeros(4), "label": 1}).shape
         (torch.Size([2, 3]), torch.Size([4]))
     """
-    found, what = batch, type(batch).__name__
+    inputs, what = batch, type(batch).__name__
     if isinstance(batch, Mapping):
         others = [key for key in batch if key not in LABEL_KEYS]
-        found = batch[others[0]] if len(others) == 1 else None
+        inputs = batch[others[0]] if len(others) == 1 else None
         what = f"dict with {', '.join(map(str, batch))}"
     elif isinstance(batch, tuple | list):
-        found = batch[0] if batch else None
-    if not isinstance(found, Tensor):
+        inputs = batch[0] if batch else None
+    if not isinstance(inputs, Tensor):
         raise ValueError(
             f"{owner} gives the model the inputs of a batch, one tensor, and a batch is a {what} here. Let the loader give "
             f"x, (x, y, ...), or a dict with one entry beside {', '.join(LABEL_KEYS)}."
         )
-    return found
+    return inputs
 
 
 def both_classes(logits: Tensor) -> Tensor:
@@ -112,10 +112,10 @@ class SharesPublicRows(SharesPredictions):
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse rows of another width than the client's architecture gives, as the server itself sees it."""
-        if found := update.extras.get(self.key):
+        if extras := update.extras.get(self.key):
             few = server.training.public(list(range(min(2, server.training.public_size))), batch_size=2)
             module = server.architecture_of(update.client).module
-            refuse_width(self.sends, found[self.sends], server.training.outputs(module, few, self.predict).shape[1])
+            refuse_width(self.sends, extras[self.sends], server.training.outputs(module, few, self.predict).shape[1])
 
     def rows_in(self, updates: Sequence[Update]) -> dict[str, Tensor]:
         """Return the rows that came, by client."""
@@ -147,18 +147,18 @@ def mean_rows(rows: Mapping[str, Tensor], weights: Mapping[str, float], owner: s
         >>> mean_rows({"a": torch.tensor([[4.0]]), "b": torch.tensor([[0.0]])}, {"a": 3, "b": 1}, "FedMD")
         tensor([[3.]])
     """
-    first, known = next(iter(rows.items()))
-    for client, own in rows.items():
-        if own.shape != known.shape:
+    first, first_rows = next(iter(rows.items()))
+    for client, client_rows in rows.items():
+        if client_rows.shape != first_rows.shape:
             raise ValueError(
-                f"Client '{client}' predicts {tuple(own.shape)}, client '{first}' {tuple(known.shape)} (samples, classes). "
-                f"{owner} needs the same classes for all."
+                f"Client '{client}' predicts {tuple(client_rows.shape)}, client '{first}' {tuple(first_rows.shape)} "
+                f"(samples, classes). {owner} needs the same classes for all."
             )
-    total = sum(weights[client] * own.double() for client, own in rows.items()) / sum(
+    total = sum(weights[client] * client_rows.double() for client, client_rows in rows.items()) / sum(
         weights[client] for client in rows
     )
     assert isinstance(total, Tensor)
-    return total.to(known.dtype)
+    return total.to(first_rows.dtype)
 
 
 def check_public_logits(owner: str, setup: Setup, labels: bool, softmax: bool = True) -> int:
@@ -171,11 +171,11 @@ def check_public_logits(owner: str, setup: Setup, labels: bool, softmax: bool = 
         softmax: Whether logits are compared by their softmax, which means nothing but for one class a sample.
     """
     name = type(setup.template).__name__
-    batch, own = setup.public.batch(), setup.data.first_batch()
+    batch, client_batch = setup.public.batch(), setup.data.first_batch()
     inputs = inputs_of(batch, owner)
-    known = [labels_of(batch, f"{owner}, on public data,")] if labels else []
-    if own is not None:
-        theirs = inputs_of(own, owner)
+    label_sets = [labels_of(batch, f"{owner}, on public data,")] if labels else []
+    if client_batch is not None:
+        theirs = inputs_of(client_batch, owner)
         if inputs.shape[1:] != theirs.shape[1:]:
             raise ValueError(
                 f"{owner} needs public samples like the clients': a public sample has the shape {tuple(inputs.shape[1:])}, a "
@@ -191,14 +191,14 @@ def check_public_logits(owner: str, setup: Setup, labels: bool, softmax: bool = 
             )
     refuse_nan_in_public(owner, setup, [setup.module, *setup.modules.values()])
     with suppress(ValueError):  # what else the task's targets are is its own business
-        known += [] if own is None else [labels_of(own, owner)]
-    largest = max((int(found.max()) for found in known if len(found)), default=-1)
+        label_sets += [] if client_batch is None else [labels_of(client_batch, owner)]
+    largest = max((int(batch_labels.max()) for batch_labels in label_sets if len(batch_labels)), default=-1)
     if largest >= logits.shape[1]:
         raise ValueError(
             f"{owner} needs a logit for each class, but {name} gives {logits.shape[1]}, and a label is {largest}. Give the "
             "network an output for each class."
         )
-    if softmax and (why := other_task(targets_in(own), int(logits.shape[1]))):
+    if softmax and (why := other_task(targets_in(client_batch), int(logits.shape[1]))):
         raise ValueError(
             f"{owner} compares predictions by softmax, one class a sample, but {why}. Use it for classification, or "
             f"another method, such as FedMD(transfer_epochs=0), which compares the predictions themselves."
@@ -244,7 +244,7 @@ class PublicLogits(requires.Requirement):
 
     def fault(self, owner: Any, setup: Setup) -> str:
         requires.PublicData("trains on public data").check(owner, setup)
-        requires.AutomaticOptimization("minimises a loss of its own in the place of training_step").check(owner, setup)
+        requires.AutomaticOptimization("minimises a loss of its own instead of training_step").check(owner, setup)
         labels = bool(self.labels and getattr(owner, self.labels))
         check_public_logits(owner.key, setup, labels, bool(not self.softmax or getattr(owner, self.softmax)))
         return ""

@@ -118,10 +118,10 @@ class EnsembleFusion(ServerModels):
     def on_federation_start(self, server: Server) -> None:
         """Make the models."""
         names = {server.architecture_of(client).name for client in server.clients}
-        if (own := server.architecture().name) not in names:
+        if (server_name := server.architecture().name) not in names:
             raise ValueError(
-                f"{self.key} fuses a model for each architecture that clients have, and '{own}' is the server's alone. Leave "
-                "server=... of ClientModels out."
+                f"{self.key} fuses a model for each architecture that clients have, and '{server_name}' is the server's "
+                "alone. Leave server=... of ClientModels out."
             )
         for client in server.held_out:
             if server.architecture_of(client).name not in names:
@@ -144,19 +144,19 @@ class EnsembleFusion(ServerModels):
 
     def model_of(self, server: Server, client: str) -> str:
         """Return the model of the client's architecture."""
-        own = server.architecture_of(client)
-        return GLOBAL if own is server.architecture() else own.name
+        architecture = server.architecture_of(client)
+        return GLOBAL if architecture is server.architecture() else architecture.name
 
     # -- in a round ----------------------------------------------------------------------------------------------------
     def on_update(self, server: Server, update: Update) -> None:
         """Remember a model until the round is over."""
         if self.distils and server.weight(update) > 0 and update.state:
-            own = server.state.get(self.key, {})
+            state = server.state.get(self.key, {})
             member = {"model": update.model, "state": update.state, "weight": server.weight(update)}
-            server.state[self.key] = {**own, "members": {**own.get("members", {}), update.client: member}}
+            server.state[self.key] = {**state, "members": {**state.get("members", {}), update.client: member}}
 
     def on_reduced(self, server: Server, state: State) -> State:
-        """Return the student's entries after distillation, in the place of the clients' mean."""
+        """Return the student's entries after distillation, instead of the clients' mean."""
         members = server.state.get(self.key, {}).get("members")
         if not self.distils or not members:
             return state
@@ -182,15 +182,15 @@ class EnsembleFusion(ServerModels):
 
     def on_round_end(self, server: Server) -> None:
         """Forget the models that came, and the ensemble's outputs."""
-        own = server.state.pop(self.key, {})
-        if kept := {name: value for name, value in own.items() if name not in ("members", "targets")}:
+        server_state = server.state.pop(self.key, {})
+        if kept := {name: value for name, value in server_state.items() if name not in ("members", "targets")}:
             server.state[self.key] = kept
 
     # -- the ensemble --------------------------------------------------------------------------------------------------
     def _targets(self, server: Server) -> Tensor | None:
         """Return the ensemble's outputs on all public samples, as logits; `None` without a teacher. Found once a round."""
-        own = server.state[self.key]
-        if "targets" not in own:
+        server_state = server.state[self.key]
+        if "targets" not in server_state:
             outputs = [self.outputs(server, model, entries) for model, entries in self.ensemble(server)]
             mean = None
             if outputs and self.combine == "logits":
@@ -199,9 +199,9 @@ class EnsembleFusion(ServerModels):
                 total = sum((logits.double() / self.temperature).softmax(1) for logits in outputs) / len(outputs)
                 assert isinstance(total, Tensor)
                 mean = self.temperature * total.clamp_min(TINY).log().float()
-            server.state[self.key] = {**own, "targets": mean}
-        found: Tensor | None = server.state[self.key]["targets"]
-        return found
+            server.state[self.key] = {**server_state, "targets": mean}
+        targets: Tensor | None = server.state[self.key]["targets"]
+        return targets
 
     def outputs(self, server: Server, model: str, entries: State, ids: Tensor | None = None) -> Tensor:
         """Return a teacher's logits on public samples."""

@@ -107,17 +107,17 @@ class Gossip(Decentralised):
     # -- the graph -----------------------------------------------------------------------------------------------------
     def matrix(self, server: Server) -> Tensor:
         """Return the weights of one mixing, nodes in client order."""
-        given = (tuple(server.clients), self.edge_probability, self.graph_seed)
+        graph_key = (tuple(server.clients), self.edge_probability, self.graph_seed)
         options = (self.topology, self.weights)
-        known = _MATRICES.get(self)
-        if known is None or known[0] != given or any(a is not b for a, b in zip(known[1], options, strict=True)):
+        cached = _MATRICES.get(self)
+        if cached is None or cached[0] != graph_key or any(a is not b for a, b in zip(cached[1], options, strict=True)):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # check() has given them
                 graph = make_graph(
                     self.topology, server.clients, edge_probability=self.edge_probability, seed=self.graph_seed
                 )
-                known = _MATRICES[self] = (given, options, mixing_weights(self.weights, graph))
-        return known[2]
+                cached = _MATRICES[self] = (graph_key, options, mixing_weights(self.weights, graph))
+        return cached[2]
 
     def neighbours(self, server: Server, client: str) -> list[str]:
         """Return the clients with which a client exchanges models: those with a weight."""
@@ -133,8 +133,8 @@ class Gossip(Decentralised):
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Give a node its own model, and say over how many links its answer goes. Others get the consensus average."""
         if job.client in server.num_samples:
-            own = self.models(server)[job.client]
-            message.state = {name: own.get(name, value) for name, value in message.state.items()}
+            node_model = self.models(server)[job.client]
+            message.state = {name: node_model.get(name, value) for name, value in message.state.items()}
             message.links = self.mixings * len(self.neighbours(server, job.client))
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
@@ -151,8 +151,8 @@ class Gossip(Decentralised):
             matrix = torch.linalg.matrix_power(without(self.matrix(server), gone), self.mixings)
             moving = [name for name in names if server.kinds[name] in ("trainable", "float_buffer")]
             mixed_entries = self.mix(server, matrix, moving, list(before.values()), list(after.values()))
-            for client, own in zip(server.clients, mixed_entries, strict=True):
-                models[client] |= own
+            for client, node_entries in zip(server.clients, mixed_entries, strict=True):
+                models[client] |= node_entries
         mean = WeightedMean()
         for state in models.values():
             mean.add({name: state[name] for names in absent.values() for name in names}, 1.0)
@@ -170,8 +170,8 @@ class Gossip(Decentralised):
         self.matrix(server)
         stored = server.state.get(self.key, {}).get("models")
         if stored:
-            known = next(iter(stored.values()))
-            joined = {client: select(server.model, known) for client in clients}
+            stored_model = next(iter(stored.values()))
+            joined = {client: select(server.model, stored_model) for client in clients}
             server.state[self.key] = {**server.state[self.key], "models": {**stored, **joined}}
 
 
@@ -188,7 +188,7 @@ def mixed(
         >>> mixed(half, [{"w": torch.tensor([1.0])}, {"w": torch.tensor([5.0])}], ["w"])
         [{'w': tensor([3.])}, {'w': tensor([3.])}]
     """
-    found: list[State] = [{} for _ in matrix]
+    mixed_states: list[State] = [{} for _ in matrix]
     dense = int(matrix.count_nonzero()) > 0.25 * matrix.numel()
     for name in names:
         stacked = torch.stack([widen(state[name].detach()).flatten() for state in models])
@@ -196,9 +196,9 @@ def mixed(
         rows = weights @ stacked if dense else torch.stack([row[row != 0] @ stacked[row != 0] for row in weights])
         if added:
             rows = rows + torch.stack([(widen(end[name]) - widen(start[name])).flatten() for end, start in added])
-        for own, row in zip(found, rows, strict=True):
-            own[name] = narrow(row, models[0][name])
-    return found
+        for node_state, row in zip(mixed_states, rows, strict=True):
+            node_state[name] = narrow(row, models[0][name])
+    return mixed_states
 
 
 def _parts(matrix: Tensor) -> int:

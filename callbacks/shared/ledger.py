@@ -51,7 +51,7 @@ class Ledger:
                 take is this then.
 
         Raises:
-            ValueError: If the file is no ledger, or that of other data.
+            ValueError: If the file is not a ledger, or that of other data.
         """
         if self.path is None:
             yield []
@@ -71,9 +71,11 @@ class Ledger:
             if spent is not None:
                 if release:
                     runs.pop(self.run, None)
-                told: dict[str, Any] = {"runs": runs | {f"{self.run} {release}".rstrip(): [list(one) for one in spent]}}
-                told |= {"units": self.units or units} if self.units or units else {}
-                write_secret(self.path, f"{json.dumps(told, indent=1)}\n".encode())
+                saved: dict[str, Any] = {
+                    "runs": runs | {f"{self.run} {release}".rstrip(): [list(row) for row in spent]}
+                }
+                saved |= {"units": self.units or units} if self.units or units else {}
+                write_secret(self.path, f"{json.dumps(saved, indent=1)}\n".encode())
 
     def note(self, spent: Steps) -> None:
         """Write down what this run has spent."""
@@ -85,13 +87,13 @@ class Ledger:
         if not self.path.exists():
             return {}, 0
         try:
-            told = json.loads(self.path.read_text())
-            runs = {str(run): [_steps(one) for one in history] for run, history in told["runs"].items()}
-            return runs, int(told.get("units", 0))
+            saved = json.loads(self.path.read_text())
+            runs = {str(run): [_steps(row) for row in history] for run, history in saved["runs"].items()}
+            return runs, int(saved.get("units", 0))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{self.path} is no ledger of what runs have spent ({error}). Without it nobody knows: restore it, or take "
-                "another folder for other data."
+                f"{self.path} is not a ledger of what runs have spent ({error}). Without it nobody knows: restore it, or "
+                "take another folder for other data."
             ) from error
 
 
@@ -114,7 +116,7 @@ def forgotten(path: Path) -> ValueError:
 
 def _steps(values: Sequence[object]) -> list[float]:
     """Return a ledger's entry, which cannot take away from what others have spent."""
-    noise, rate, count = (float(one) for one in values)  # type: ignore[arg-type]
+    noise, rate, count = (float(number) for number in values)  # type: ignore[arg-type]
     if not (0 <= noise < math.inf and 0 <= rate <= 1 and count >= 0 and count.is_integer()):
-        raise ValueError(f"{values} is no noise multiplier, rate and number of steps")
+        raise ValueError(f"{values} is not a noise multiplier, rate and number of steps")
     return [noise, rate, count]

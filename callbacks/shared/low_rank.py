@@ -105,9 +105,9 @@ class LowRank(ServerModels):
         """Return rank and alpha of the adapters that every module is built with; `None`: of those that are there."""
         raise NotImplementedError
 
-    def refuse_empty(self, **given: Any) -> None:
+    def refuse_empty(self, **options: Any) -> None:
         """Refuse lists and tables without an entry."""
-        for name, value in given.items():
+        for name, value in options.items():
             if isinstance(value, Sequence | Mapping) and not value:
                 raise ValueError(f"{self.key} got {name}={value}. Give one number at least.")
 
@@ -185,8 +185,8 @@ class ClientRanks(LowRank, SubModels):
         """Return a client's value of an option that is a number, a list dealt in turn, or a table."""
         if isinstance(values, int | float):
             return values
-        known = client in (values if isinstance(values, Mapping) else server.clients)
-        return dealt_to(values, server.clients, client) if known else otherwise
+        has_value = client in (values if isinstance(values, Mapping) else server.clients)
+        return dealt_to(values, server.clients, client) if has_value else otherwise
 
     def options_by_client(self) -> dict[str, Any]:
         """Return the options that may differ by client."""
@@ -208,8 +208,8 @@ class ClientRanks(LowRank, SubModels):
 
     def on_build(self, client: Client, message: Message) -> None:
         """Cut the adapters to the client's rank."""
-        own, (_, alpha) = message.extras[self.key], self.size()
-        resize_adapters(client.module, own["rank"], own.get("scale", alpha / self.largest))
+        extras, (_, alpha) = message.extras[self.key], self.size()
+        resize_adapters(client.module, extras["rank"], extras.get("scale", alpha / self.largest))
 
 
 class MergedStacks(LowRank):
@@ -255,8 +255,8 @@ class MergedStacks(LowRank):
         super().on_broadcast(server, job, message)
         kept = server.state.get(self.key, {})
         version = kept.get("version", 0)
-        own = message.extras.setdefault(self.key, {})
-        own["version"] = version
+        extras = message.extras.setdefault(self.key, {})
+        extras["version"] = version
         missed = version - kept.get("has", {}).get(job.client, 0)
         whole = job.work == 0 or bool(job.tag)  # scores and other visits: no client's record counts on them
         for path, layer in adapted_layers(server.module).items():
@@ -265,15 +265,15 @@ class MergedStacks(LowRank):
                 message.state[layer.base] = server.model[layer.base]
             elif missed:
                 last = stacks[-missed:]
-                own["sizes"] = torch.tensor([len(stack["A"]) for stack in last])
-                own[f"{path}.A"] = torch.cat([stack["A"] for stack in last])
-                own[f"{path}.B"] = torch.cat([stack["B"] for stack in last], dim=1)
+                extras["sizes"] = torch.tensor([len(stack["A"]) for stack in last])
+                extras[f"{path}.A"] = torch.cat([stack["A"] for stack in last])
+                extras[f"{path}.B"] = torch.cat([stack["B"] for stack in last], dim=1)
 
     def on_receive(self, client: Client, message: Message) -> None:
         """Merge the stacks that came into the network."""
-        own = message.extras[self.key]
-        sizes = own["sizes"].tolist() if "sizes" in own else []
-        have, first = client.state.get(self.key, {}).get("version", 0), own["version"] - len(sizes)
+        extras = message.extras[self.key]
+        sizes = extras["sizes"].tolist() if "sizes" in extras else []
+        have, first = client.state.get(self.key, {}).get("version", 0), extras["version"] - len(sizes)
         if sizes and have != first:
             raise ValueError(
                 f"{self.key}: the record of client '{client.id}' has {have} merges, and what came continues from {first}. It "
@@ -281,13 +281,13 @@ class MergedStacks(LowRank):
             )
         now = client.entries
         for path, layer in adapted_layers(client.module).items():
-            if f"{path}.A" in own:
-                stacks = zip(own[f"{path}.A"].split(sizes), own[f"{path}.B"].split(sizes, dim=1), strict=True)
+            if f"{path}.A" in extras:
+                stacks = zip(extras[f"{path}.A"].split(sizes), extras[f"{path}.B"].split(sizes, dim=1), strict=True)
                 weight = now[layer.base]
                 for a, b in stacks:  # one after another, as the server did: rounding is the same
                     weight = merged(weight, a, b)
                 message.state[layer.base] = weight
-        client.state[self.key] = {"version": own["version"]}
+        client.state[self.key] = {"version": extras["version"]}
 
     def on_update(self, server: Server, update: Update) -> None:
         """Note what the client has."""
@@ -369,7 +369,7 @@ def refuse_other_rank(server: Server, update: Update, rank: int) -> None:
 
 
 def mean_of_rest(server: Server, updates: list[Update]) -> tuple[list[tuple[Update, float]], State]:
-    """Return the updates that count, each with its share, and the mean of their entries that are no factors."""
+    """Return the updates that count, each with its share, and the mean of their entries that are not factors."""
     layers = adapted_layers(server.module).values()
     factors = {name for layer in layers for name in (*layer.every_a, *layer.every_b)}
     weights = [server.weight(update) for update in updates]

@@ -96,9 +96,9 @@ def digest_of(seed: bytes) -> bytes:
 # -- at a client -------------------------------------------------------------------------------------------------------
 def advertise() -> tuple[dict[str, Any], Tensor]:
     """Draw the secrets of a round; return what is kept, and what is advertised."""
-    own, box, seed = masks.new_seed(), masks.new_seed(), masks.new_seed()
-    told = masks.public_key(own) + masks.public_key(box) + digest_of(seed)
-    return {"mask": own.hex(), "box": box.hex(), "seed": seed.hex(), "told": told.hex()}, masks.as_tensor(told)
+    mask, box, seed = masks.new_seed(), masks.new_seed(), masks.new_seed()
+    public = masks.public_key(mask) + masks.public_key(box) + digest_of(seed)
+    return {"mask": mask.hex(), "box": box.hex(), "seed": seed.hex(), "told": public.hex()}, masks.as_tensor(public)
 
 
 def share(
@@ -115,21 +115,21 @@ def share(
     Raises:
         ValueError: If the server's list is not what a client may share its secrets with.
     """
-    told = {client: masks.as_bytes(keys[client]) for client in sorted(keys)}
-    if "mask" not in kept or told.get(me, b"").hex() != kept["told"]:
+    texts = {client: masks.as_bytes(keys[client]) for client in sorted(keys)}
+    if "mask" not in kept or texts.get(me, b"").hex() != kept["told"]:
         raise ValueError("the keys that came are not of this round")
-    if len(set(told.values())) != len(told) or not len(told) / 2 < threshold <= len(told):
-        raise ValueError(f"{len(told)} keys came for a threshold of {threshold}")
-    places = {client: place for place, client in enumerate(told, start=1)}
+    if len(set(texts.values())) != len(texts) or not len(texts) / 2 < threshold <= len(texts):
+        raise ValueError(f"{len(texts)} keys came for a threshold of {threshold}")
+    places = {client: place for place, client in enumerate(texts, start=1)}
     of_key = split(bytes.fromhex(kept["mask"]), threshold, places.values())
     of_seed = split(bytes.fromhex(kept["seed"]), threshold, places.values())
     both = {client: of_key[place] + of_seed[place] for client, place in places.items()}
-    others = {client: box_key(text) for client, text in told.items() if client != me}
+    others = {client: box_key(text) for client, text in texts.items() if client != me}
     boxes = masks.agreed(bytes.fromhex(kept["box"]), others, "shares")
     sealed = {client: masks.as_tensor(masks.seal(key, both[client], me < client)) for client, key in boxes.items()}
-    own = {"keys": {client: mask_key(text).hex() for client, text in told.items()}}
-    own["boxes"] = {client: key.hex() for client, key in boxes.items()}
-    return {**kept, **own, "threshold": threshold, "held": {me: both[me].hex()}}, sealed
+    agreed_keys = {"keys": {client: mask_key(text).hex() for client, text in texts.items()}}
+    agreed_keys["boxes"] = {client: key.hex() for client, key in boxes.items()}
+    return {**kept, **agreed_keys, "threshold": threshold, "held": {me: both[me].hex()}}, sealed
 
 
 def receive(kept: Mapping[str, Any], me: str, sealed: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -147,10 +147,10 @@ def receive(kept: Mapping[str, Any], me: str, sealed: Mapping[str, Tensor]) -> d
         raise ValueError("the shares that came are not of this round")
     if len(sealed) + 1 < kept["threshold"]:
         raise ValueError(f"{len(sealed) + 1} clients have shared secrets, and {kept['threshold']} were agreed on")
-    held = dict(kept["held"])
+    shares = dict(kept["held"])
     for client, text in sealed.items():
-        held[client] = masks.unseal(bytes.fromhex(kept["boxes"][client]), masks.as_bytes(text), client < me).hex()
-    return {**kept, "held": held, "round": sorted(held)}
+        shares[client] = masks.unseal(bytes.fromhex(kept["boxes"][client]), masks.as_bytes(text), client < me).hex()
+    return {**kept, "held": shares, "round": sorted(shares)}
 
 
 def add_own_masks(total: np.ndarray, kept: Mapping[str, Any], me: str) -> None:
@@ -206,22 +206,22 @@ def opened_sum(
     Raises:
         ValueError: If the shares do not give back what an owner has advertised.
     """
-    told = {client: masks.as_bytes(keys[client]) for client in sorted(keys)}
-    places = {client: place for place, client in enumerate(told, start=1)}
+    texts = {client: masks.as_bytes(keys[client]) for client in sorted(keys)}
+    places = {client: place for place, client in enumerate(texts, start=1)}
     total: np.ndarray = sum(masked.values(), start=np.zeros((), next(iter(masked.values())).dtype))
     seeds: list[tuple[bytes, int]] = []
     for client in together:
-        secret = join({places[one]: masks.as_bytes(of[client]) for one, of in shares.items() if client in of})
+        secret = join({places[holder]: masks.as_bytes(of[client]) for holder, of in shares.items() if client in of})
         here = client in masked
         if (digest_of(secret) if here else masks.public_key(secret)) != (
-            told[client][2 * masks.SEED :] if here else told[client][: masks.SEED]
+            texts[client][2 * masks.SEED :] if here else texts[client][: masks.SEED]
         ):
             raise ValueError(f"the shares of client '{client}' do not give back what it has advertised")
         if here:
             seeds.append((secret, -1))
             continue
-        between = masks.agreed(secret, {one: mask_key(told[one]) for one in masked}, "mask")
+        between = masks.agreed(secret, {other: mask_key(texts[other]) for other in masked}, "mask")
         # as the client that is gone would have: what they have added cancels
-        seeds += [(seed, 1 if client < one else -1) for one, seed in between.items()]
+        seeds += [(seed, 1 if client < other else -1) for other, seed in between.items()]
     masks.add_masks(total, seeds)
     return total

@@ -64,8 +64,8 @@ def agreed(private: bytes, public: Mapping[str, bytes], purpose: str) -> dict[st
         purpose: What they are for (HKDF's `info`); another purpose gives other keys.
     """
     used = library()
-    own, options = used.private.from_private_bytes(private), {"length": SEED, "salt": None, "info": purpose.encode()}
-    shared = {name: own.exchange(used.public.from_public_bytes(key)) for name, key in public.items()}
+    owner, options = used.private.from_private_bytes(private), {"length": SEED, "salt": None, "info": purpose.encode()}
+    shared = {name: owner.exchange(used.public.from_public_bytes(key)) for name, key in public.items()}
     return {name: bytes(used.hkdf(used.sha256(), **options).derive(key)) for name, key in shared.items()}
 
 
@@ -111,11 +111,11 @@ def stream(seed: bytes, bits: np.ndarray | None = None) -> Callable[[int], np.nd
         seed: A key of 32 bytes, of this stream alone.
         bits: Memory for them (:func:`room`), which streams that take turns may share; default: of its own.
     """
-    encryptor, own = library().stream(seed), room() if bits is None else bits
+    encryptor, buffer = library().stream(seed), room() if bits is None else bits
 
     def next_bytes(count: int) -> np.ndarray:
-        encryptor.update_into(ZEROS[:count], own)
-        return own[:count]
+        encryptor.update_into(ZEROS[:count], buffer)
+        return buffer[:count]
 
     return next_bytes
 

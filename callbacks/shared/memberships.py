@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
-from sklearn.cluster import KMeans
 from torch import Tensor
 
 from fedlightning.algorithm import GLOBAL, Server, ServerModels, add_round, sheets
@@ -40,8 +39,10 @@ def clusters_of(biases: Tensor, count: int, seed: int) -> list[int]:
 
 
 def _by_k_means(rows: Tensor, count: int, seed: int) -> list[int]:
-    found: list[int] = KMeans(count, n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy()).tolist()
-    return found
+    from sklearn.cluster import KMeans  # slow to import
+
+    labels: list[int] = KMeans(count, n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy()).tolist()
+    return labels
 
 
 def different(rows: Tensor, most: int) -> int:
@@ -104,9 +105,9 @@ def best_fitted(losses: Tensor) -> Tensor:
     return counts / torch.tensor(max(there.shape[1], 1), dtype=torch.float64)
 
 
-def in_client_order(server: Server, found: Mapping[str, T]) -> dict[str, T]:
+def in_client_order(server: Server, by_client: Mapping[str, T]) -> dict[str, T]:
     """Return what is known of clients in the server's order, so that state does not depend on who answered first."""
-    return {client: found[client] for client in server.clients if client in found}
+    return {client: by_client[client] for client in server.clients if client in by_client}
 
 
 def note_memberships(server: Server, clusters: Mapping[str, Mapping[str, float]]) -> None:
@@ -115,8 +116,8 @@ def note_memberships(server: Server, clusters: Mapping[str, Mapping[str, float]]
         return
     rows = [
         (server.round + 1, client, cluster, round(share, 6))
-        for client, found in clusters.items()
-        for cluster, share in found.items()
+        for client, share_by_cluster in clusters.items()
+        for cluster, share in share_by_cluster.items()
         if share > 0
     ]
     add_round(server.run_dir / FILE, COLUMNS, server.round + 1, rows)

@@ -20,7 +20,7 @@ from fedlightning.wrappers import Mixin, muted
 Parts = dict[str, list[str]]
 
 
-def parts_of(module: nn.Module, given: Parts | None, kind: str) -> dict[str, list[str]]:
+def parts_of(module: nn.Module, declared: Parts | None, kind: str) -> dict[str, list[str]]:
     """Return by modality the names of the state entries of its part, such as its encoder.
 
     Example:
@@ -29,8 +29,8 @@ def parts_of(module: nn.Module, given: Parts | None, kind: str) -> dict[str, lis
         ['encoders.audio.weight', 'encoders.audio.bias']
     """
     names = list(module_state(module))
-    if given is None:
-        found = next(
+    if declared is None:
+        default = next(
             (
                 (path, child)
                 for path, child in module.named_modules()
@@ -38,8 +38,8 @@ def parts_of(module: nn.Module, given: Parts | None, kind: str) -> dict[str, lis
             ),
             None,
         )
-        given = {} if found is None else {modality: [f"{found[0]}.{modality}"] for modality in found[1]}
-    parts = {modality: list(expand(part, names)) if part else names for modality, part in given.items()}
+        declared = {} if default is None else {modality: [f"{default[0]}.{modality}"] for modality in default[1]}
+    parts = {modality: list(expand(part, names)) if part else names for modality, part in declared.items()}
     owned = [name for part in parts.values() for name in part]
     twice = sorted({name for name in owned if owned.count(name) > 1}) if len(parts) > 1 else []
     if twice:
@@ -47,9 +47,9 @@ def parts_of(module: nn.Module, given: Parts | None, kind: str) -> dict[str, lis
     return parts
 
 
-def encoders_of(setup: Setup, given: Parts | None, owner: str) -> dict[str, list[str]]:
+def encoders_of(setup: Setup, declared: Parts | None, owner: str) -> dict[str, list[str]]:
     """Return the encoders of a module, as :func:`parts_of` does, and refuse modules and batches without them."""
-    parts = parts_of(setup.module, given, "encoders")
+    parts = parts_of(setup.module, declared, "encoders")
     if not parts:
         raise ValueError(
             f"{owner} needs to know the encoder of each modality, and {type(setup.template).__name__} has no ModuleDict "
@@ -59,7 +59,8 @@ def encoders_of(setup: Setup, given: Parts | None, owner: str) -> dict[str, list
     inputs = None if batch is None else inputs_of(batch)
     if batch is not None and inputs is None and len(parts) > 1:
         raise ValueError(
-            f"{owner} has the encoders of {', '.join(parts)}, but a batch is no dict of inputs by modality. Let the loader "
+            f"{owner} has the encoders of {', '.join(parts)}, but a batch is not a dict of inputs by modality. Let the "
+            "loader "
             "give ({modality: inputs}, labels), as MultimodalDataModule does."
         )
     unknown = [name for name in inputs or {} if name not in parts]
@@ -72,7 +73,7 @@ def encoders_of(setup: Setup, given: Parts | None, owner: str) -> dict[str, list
 
 
 def inputs_of(batch: Any) -> dict[str, Tensor] | None:
-    """Return the inputs of a batch by modality, `None` if it is no dict of them.
+    """Return the inputs of a batch by modality, `None` if it is not a dict of them.
 
     Example:
         >>> list(inputs_of(({"audio": torch.zeros(2, 1)}, torch.zeros(2))))
@@ -91,7 +92,7 @@ def holder_of(batch: Any) -> Any:
 def samples_with(batch: Any, modalities: list[str]) -> Tensor:
     """Return how many samples of a batch have each modality, int64 `(modalities,)`.
 
-    A sample lacks a modality whose values are all NaN, or that is not in the dict. A batch that is no dict has the only
+    A sample lacks a modality whose values are all NaN, or that is not in the dict. A batch that is not a dict has the only
     modality there is.
 
     Example:

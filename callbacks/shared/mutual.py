@@ -144,11 +144,11 @@ class SharedPeer(ServerModels):
             return False
 
         def losses(module: LightningModule, batch: Any) -> Tensor:
-            own, shared = sides_of(module, batch)
-            return torch.stack([own.loss, shared.loss]).double().expand(len(own.logits), 2)
+            own_side, shared = sides_of(module, batch)
+            return torch.stack([own_side.loss, shared.loss]).double().expand(len(own_side.logits), 2)
 
-        own, shared = client.outputs(loader, losses, both).mean(0).tolist()
-        return bool(own < shared)
+        own_loss, shared = client.outputs(loader, losses, both).mean(0).tolist()
+        return bool(own_loss < shared)
 
 
 UNHEARD = (

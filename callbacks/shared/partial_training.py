@@ -128,12 +128,12 @@ def narrow_to_labels(state: Mapping[str, Tensor], slices: Slices, head: str, lab
         >>> state["fc.bias"], slices
         (tensor([6.]), {'fc.bias': (tensor([1]),)})
     """
-    narrow, held = dict(state), dict(slices)
+    narrow, narrowed_slices = dict(state), dict(slices)
     for name, value in state.items():
         if name.rpartition(".")[0] == head:
             narrow[name] = value[labels]
-            held[name] = (labels, *slices.get(name, (None,) * value.ndim)[1:])
-    return narrow, held
+            narrowed_slices[name] = (labels, *slices.get(name, (None,) * value.ndim)[1:])
+    return narrow, narrowed_slices
 
 
 STATISTICS = "statistics"

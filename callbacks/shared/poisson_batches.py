@@ -45,7 +45,7 @@ class PoissonBatches(Sampler[list[int]]):
         self, records: int, batches: int, secret: str, address: str, groups: np.ndarray | None = None, most: int = 1
     ) -> None:
         self.records, self.batches, self.most = records, batches, most
-        self._members = None if groups is None else [np.flatnonzero(groups == one) for one in np.unique(groups)]
+        self._members = None if groups is None else [np.flatnonzero(groups == group) for group in np.unique(groups)]
         self.units = records if self._members is None else len(self._members)
         self.sizes: list[int] = []
         self.owners: list[np.ndarray] = []
@@ -79,10 +79,10 @@ class PoissonBatches(Sampler[list[int]]):
     def _some(self, unit: int, address: str) -> np.ndarray:
         """Return the records of a group, or as many of them as may be in a batch."""
         assert self._members is not None
-        held = self._members[unit]
-        if len(held) <= self.most:
-            return held
-        return held[np.argsort(uniform(self._secret, f"{address}|group {unit}", len(held)))[: self.most]]
+        members = self._members[unit]
+        if len(members) <= self.most:
+            return members
+        return members[np.argsort(uniform(self._secret, f"{address}|group {unit}", len(members)))[: self.most]]
 
 
 def poisson_loader(

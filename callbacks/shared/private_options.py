@@ -40,7 +40,7 @@ class Private(Protection):
     noise_seed: int | None
     scores: Scores
     shares: int | None = None
-    """Shares of noise that a masked sum takes; `None`: the noise is no part of one."""
+    """Shares of noise that a masked sum takes; `None`: the noise is not a part of one."""
     noised: Sequence[str] = ("entries",)
     """Kinds of items that get noise."""
     scored: Sequence[str] = ("scores",)
@@ -113,8 +113,8 @@ class Private(Protection):
 
     def new_secret(self, whose: str = "") -> str:
         """Return a secret of the operating system's, or for tests one that anybody can know."""
-        own = f" {whose}" if whose else ""
-        return secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed}{own}"
+        owner_part = f" {whose}" if whose else ""
+        return secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed}{owner_part}"
 
     def covers(self, item: OutgoingItem) -> Cover:
         """Return how an item is covered; what nobody has thought of is in the clear."""
@@ -127,19 +127,19 @@ class Private(Protection):
     def told(self, server: Server, unit: str, epsilon: float, **others: Any) -> dict[str, Any]:
         """Return what `privacy.json` says after a round; numbers of a run with a fixed seed are none."""
         spent = {"epsilon": epsilon, **others}
-        known = spent if self.noise_seed is None else dict.fromkeys(spent)
-        own = {name: getattr(self, name) for name in ("delta", "accountant", "clip")} | self.items_told(server)
-        return {"private": self.noise_seed is None, **known, "rounds": server.round + 1, "unit": unit, **own}
+        numbers = spent if self.noise_seed is None else dict.fromkeys(spent)
+        options = {name: getattr(self, name) for name in ("delta", "accountant", "clip")} | self.items_told(server)
+        return {"private": self.noise_seed is None, **numbers, "rounds": server.round + 1, "unit": unit, **options}
 
     def items_told(self, server: Server) -> dict[str, Any]:
         """Return by cover what leaves clients in a run, and what the model it begins with has spent, for `privacy.json`."""
-        found: dict[str, list[str]] = {"noised": [], "withheld": [], "in the clear": []}
+        items_by_cover: dict[str, list[str]] = {"noised": [], "withheld": [], "in the clear": []}
         for item in server.outgoing:
-            found[self.covers(item)].append(str(item))
+            items_by_cover[self.covers(item)].append(str(item))
         begins_with = server.blueprint.privacy
-        told: dict[str, Any] = {"begins_with": dict(begins_with)} if begins_with else {}
-        told["against"] = "; ".join(f"{one.who} ({one.provided})" for one in self.promises)
-        return {name.replace(" ", "_"): texts for name, texts in found.items()} | told
+        report: dict[str, Any] = {"begins_with": dict(begins_with)} if begins_with else {}
+        report["against"] = "; ".join(f"{promise.who} ({promise.provided})" for promise in self.promises)
+        return {name.replace(" ", "_"): texts for name, texts in items_by_cover.items()} | report
 
     def say_spent(self, server: Server, spent: str) -> None:
         """Say what a run has spent, and what epsilon does not count, unless nothing is private."""

@@ -53,7 +53,7 @@ def refuse_unprotected(setup: Setup, owner: str, during: str, classes: int) -> N
     Raises:
         ValueError: If a callback makes them, and cannot.
     """
-    protecting = next((one for one in setup.callbacks if one.claims("class_means")), None)
+    protecting = next((callback for callback in setup.callbacks if callback.claims("class_means")), None)
     if protecting is not None and during:
         raise ValueError(
             f"{protecting.key} covers means by class that are taken after training, and {owner} has {during}. Use 'after'."

@@ -206,7 +206,7 @@ class RecordGradients:
 
     @torch.no_grad()
     def privatise(self, optimizer: Any) -> None:
-        """Put the private gradient in the place of the gradient of everything that the optimizer trains.
+        """Put the private gradient in place of the gradient of everything that the optimizer trains.
 
         Raises:
             ValueError: If the budget has no room for it, it is the second one of a batch, or the gradient has parts that are
@@ -228,15 +228,15 @@ class RecordGradients:
         if fresh and self.size:
             refuse_other_parts(self.module, chosen, samples)
             self._looked_at |= fresh
-        samples = [self._by_unit(one) for one in samples]
-        norms = torch.stack([one.lengths() for one in samples] or [torch.zeros(1)])
+        samples = [self._by_unit(gradients) for gradients in samples]
+        norms = torch.stack([gradients.lengths() for gradients in samples] or [torch.zeros(1)])
         factor = _factors(norms.square().sum(0).sqrt(), self.clip, self.size)
-        self._cover(chosen, [one.total(factor) for one in samples])
+        self._cover(chosen, [gradients.total(factor) for gradients in samples])
         self._hooks.set_grad_sample_to_none()
         self.steps += 1
 
     def _by_unit(self, samples: Samples) -> Samples:
-        """Return the mean gradient of each group of the batch, in the place of those of records."""
+        """Return the mean gradient of each group of the batch, instead of those of records."""
         if self._owners is None or not self.size:
             return samples
         of_records = samples.dense()
@@ -250,9 +250,9 @@ class RecordGradients:
         address = f"{self.address}|step {self.steps}|{digest}"
         self._released.update(address.encode())
         expected = self.sampler.units * self.sampler.rate
-        for index, (parameter, one) in enumerate(zip(chosen, sums, strict=True)):
-            noise = normal(self.secret, f"{address}|{index}", one.shape).mul_(self.noise_multiplier * self.clip)
-            parameter.grad = narrow(noise.to(one.device).add_(one).div_(expected), parameter)
+        for index, (parameter, total) in enumerate(zip(chosen, sums, strict=True)):
+            noise = normal(self.secret, f"{address}|{index}", total.shape).mul_(self.noise_multiplier * self.clip)
+            parameter.grad = narrow(noise.to(total.device).add_(total).div_(expected), parameter)
 
     def close(self) -> None:
         """Take the hooks off the module."""
@@ -265,9 +265,9 @@ def refuse_other_parts(module: LightningModule, chosen: Sequence[nn.Parameter], 
     Raises:
         ValueError: With the name of the parameter.
     """
-    for parameter, one in zip(chosen, samples, strict=True):
+    for parameter, rows in zip(chosen, samples, strict=True):
         whole = as_reals(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        mean = one.total(torch.full((len(one),), 1.0 / len(one), device=whole.device)).to(one.left.dtype)
+        mean = rows.total(torch.full((len(rows),), 1.0 / len(rows), device=whole.device)).to(rows.left.dtype)
         if not _close(mean, whole):
             name = next(name for name, value in module.named_parameters() if value is parameter)
             raise ValueError(
@@ -278,7 +278,7 @@ def refuse_other_parts(module: LightningModule, chosen: Sequence[nn.Parameter], 
 
 def trained_by(module: LightningModule) -> list[tuple[str, nn.Parameter, Tensor]]:
     """Return names of the parameters that train, themselves, and copies of them."""
-    return [(name, one, one.detach().clone()) for name, one in module.named_parameters() if one.requires_grad]
+    return [(name, p, p.detach().clone()) for name, p in module.named_parameters() if p.requires_grad]
 
 
 def held_by(module: LightningModule) -> dict[str, Tensor]:
@@ -301,11 +301,11 @@ def refuse_changed(module: LightningModule, before: dict[str, Tensor]) -> None:
         ValueError: With the name of the buffer.
     """
     for name, buffer in module.named_buffers():
-        pair = (torch.nan_to_num(one.to(buffer)) for one in (before.get(name, buffer), buffer))
+        pair = (torch.nan_to_num(values.to(buffer)) for values in (before.get(name, buffer), buffer))
         if not torch.equal(*pair):
             raise ValueError(
                 f"Training changes the buffer '{name}', and noise covers gradients only: what the buffer has of records "
-                "would leave as it is. Leave it out, or, if it counts steps only, make it an attribute that is no buffer."
+                "would leave as it is. Leave it out, or, if it counts steps only, make it an attribute that is not a buffer."
             )
 
 
@@ -328,7 +328,9 @@ def hooks_on(module: LightningModule) -> Any:
         problems = ModuleValidator.validate(module, strict=False)
     finally:
         module.training = was_training
-    renormed = next((name for name, one in module.named_modules() if getattr(one, "max_norm", None) is not None), None)
+    renormed = next(
+        (name for name, part in module.named_modules() if getattr(part, "max_norm", None) is not None), None
+    )
     if renormed is not None:
         raise ValueError(
             f"'{renormed}' has max_norm: it changes the rows that a batch looks up, which tells who was in it, without noise"
@@ -380,8 +382,8 @@ Factors = dict[Tensor, list[tuple[Tensor, Tensor]]]
 
 def _of_one_layer(module: nn.Module) -> set[Tensor]:
     """Return the parameters that are in one layer only, and real."""
-    places = [one for layer in module.modules() for one in layer.parameters(recurse=False)]
-    return {one for one in places if not one.is_complex() and sum(one is other for other in places) == 1}
+    places = [p for layer in module.modules() for p in layer.parameters(recurse=False)]
+    return {p for p in places if not p.is_complex() and sum(p is other for other in places) == 1}
 
 
 def _in_factors(kernel: Callable[..., Any], factors: Factors, of_one_layer: set[Tensor]) -> Callable[..., Any]:
@@ -426,7 +428,7 @@ def refuse_mixed_records(
 ) -> None:
     """See that the gradient of a record in a batch is that of the record alone.
 
-    A loss over pairs of records, a sum in the place of a mean, or a batch that is not the first dimension would each make
+    A loss over pairs of records, a sum instead of a mean, or a batch that is not the first dimension would each make
     clipping meaningless.
 
     Args:
@@ -455,7 +457,7 @@ def refuse_mixed_records(
             for place in range(most):
                 one_record = apply_to_collection(batch, Tensor, _cut, place, count) if alone is None else alone[place]
                 single = _gradients(tried, hooks, trainable, one_record, 1, 1)
-                scale = max(float(one.norm()) for one in single)
+                scale = max(float(gradient.norm()) for gradient in single)
                 if any(float((a[place] - b[0]).norm()) > CLOSE * scale for a, b in zip(together, single, strict=True)):
                     raise ValueError(
                         f"{owner} clips the gradient of each record, and {type(module).__name__}.training_step gives one "
@@ -471,19 +473,19 @@ def refuse_mixed_records(
 
 def _moved_a_little(module: LightningModule) -> LightningModule:
     """Return a copy in training mode without dropout, with other parameters: two equal ones, or zeros, would hide a term."""
-    made = detached_copy(module)
-    if not made.training:  # else its parts are in the modes of training already, which need not be the same
-        made.train()
-    for one in made.modules():
-        if isinstance(one, nn.modules.dropout._DropoutNd):
-            one.p = 0.0
+    moved = detached_copy(module)
+    if not moved.training:  # else its parts are in the modes of training already, which need not be the same
+        moved.train()
+    for part in moved.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in moved.parameters():
             if parameter.requires_grad:
                 numbers = as_reals(parameter)
                 numbers.add_(0.01 * torch.randn(numbers.shape, generator=draw).to(numbers))
-    return made
+    return moved
 
 
 def _gradients(
@@ -506,23 +508,23 @@ def _samples_of(hooks: Any, parameter: nn.Parameter, records: int) -> Samples:
     Raises:
         ValueError: If there are not as many as records.
     """
-    found = getattr(parameter, "grad_sample", None)
-    if isinstance(found, list):
+    grad_sample = getattr(parameter, "grad_sample", None)
+    if isinstance(grad_sample, list):
         raise ValueError(
             "A step went backward several times. Gradients of single records need one backward pass a step."
         )
-    if found is not None and len(found) != records:
+    if grad_sample is not None and len(grad_sample) != records:
         raise ValueError(
-            f"A layer has seen {len(found)} rows in a step of {records} records. Gradients of single records need layers "
-            "whose first dimension is the batch: keep sequences in the second."
+            f"A layer has seen {len(grad_sample)} rows in a step of {records} records. Gradients of single records need "
+            "layers whose first dimension is the batch: keep sequences in the second."
         )
-    if found is None:
+    if grad_sample is None:
         return Samples(torch.zeros(records, *as_reals(parameter).shape, device=parameter.device))
     factors = hooks.factors.get(parameter, ())
     if len(factors) == 1 and factors[0][0].dim() == 2:
         return Samples(*factors[0])
     products = [torch.einsum("n...i,n...j->nij", left, right) for left, right in factors]
-    return Samples(sum(products[1:], start=products[0]) if products else as_reals(found))
+    return Samples(sum(products[1:], start=products[0]) if products else as_reals(grad_sample))
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -29,27 +29,27 @@ def labels_of(batch: Any, owner: str) -> Tensor:
         >>> labels_of({"x": torch.zeros(2, 3), "label": torch.tensor([[1], [0]])}, "FedProto")
         tensor([1, 0])
     """
-    found, what = targets_in(batch), type(batch).__name__
+    targets, what = targets_in(batch), type(batch).__name__
     if isinstance(batch, Mapping):
         what = f"dict with {', '.join(map(str, batch))}"
-    if isinstance(found, Tensor) and found.ndim == 2 and found.shape[1] == 1:
-        found = found[:, 0]
-    if isinstance(found, Tensor) and found.ndim > 1:
+    if isinstance(targets, Tensor) and targets.ndim == 2 and targets.shape[1] == 1:
+        targets = targets[:, 0]
+    if isinstance(targets, Tensor) and targets.ndim > 1:
         raise ValueError(
-            f"{owner} needs one class label a sample, and a sample has targets {tuple(found.shape[1:])} here. Use it for "
+            f"{owner} needs one class label a sample, and a sample has targets {tuple(targets.shape[1:])} here. Use it for "
             "classification with one class a sample, or another method."
         )
-    if not isinstance(found, Tensor) or found.ndim != 1:
+    if not isinstance(targets, Tensor) or targets.ndim != 1:
         raise ValueError(
             f"{owner} needs one class label a sample, and a batch is a {what} here. Let the loader give (x, y, ...) or "
             f"a dict with one of {', '.join(LABEL_KEYS)}."
         )
-    if found.is_floating_point() and not torch.equal(found, found.round()):
+    if targets.is_floating_point() and not torch.equal(targets, targets.round()):
         raise ValueError(
             f"{owner} needs one class label a sample, a whole number, and the targets of a batch are others (such as "
-            f"{float(found[found != found.round()][0]):.4g}). Use it for classification, or another method."
+            f"{float(targets[targets != targets.round()][0]):.4g}). Use it for classification, or another method."
         )
-    return found.long()
+    return targets.long()
 
 
 def targets_in(batch: Any) -> Tensor | None:
@@ -59,12 +59,12 @@ def targets_in(batch: Any) -> Tensor | None:
         >>> targets_in((torch.zeros(2, 3), torch.tensor([0.5, 1.0])))
         tensor([0.5000, 1.0000])
     """
-    found = None
+    targets = None
     if isinstance(batch, Mapping):
-        found = next((batch[key] for key in LABEL_KEYS if key in batch), None)
+        targets = next((batch[key] for key in LABEL_KEYS if key in batch), None)
     elif isinstance(batch, tuple | list) and len(batch) > 1:
-        found = batch[1]
-    return found if isinstance(found, Tensor) and found.ndim else None
+        targets = batch[1]
+    return targets if isinstance(targets, Tensor) and targets.ndim else None
 
 
 def other_task(targets: Tensor | None, classes: int) -> str:
@@ -72,7 +72,7 @@ def other_task(targets: Tensor | None, classes: int) -> str:
 
     Example:
         >>> other_task(torch.tensor([0.3, -1.2]), 2), other_task(torch.tensor([1.0, 0.0]), 2)
-        ('targets of a batch are no whole numbers from 0 to 1', '')
+        ('targets of a batch are not whole numbers from 0 to 1', '')
     """
     if targets is None or not len(targets):
         return ""
@@ -80,9 +80,9 @@ def other_task(targets: Tensor | None, classes: int) -> str:
         shares = targets.flatten(1).double()
         if shares.min() >= 0 and torch.allclose(shares.sum(1), torch.ones(len(shares)).to(shares), atol=1e-3):
             return ""
-        return f"a sample has targets {tuple(targets.shape[1:])}, which are no shares of classes with the sum 1"
+        return f"a sample has targets {tuple(targets.shape[1:])}, which are not shares of classes with the sum 1"
     whole = bool((targets == targets.round()).all()) and 0 <= targets.min() <= targets.max() < classes
-    return "" if whole else f"targets of a batch are no whole numbers from 0 to {classes - 1}"
+    return "" if whole else f"targets of a batch are not whole numbers from 0 to {classes - 1}"
 
 
 def head_path(module: LightningModule, head: str | list[str] | None) -> str:
@@ -116,16 +116,16 @@ def head_widths(module: nn.Module, head: str | list[str] | None) -> tuple[int, i
     except (AttributeError, IndexError, ValueError):
         return -1, -1
     layers = list(part) if isinstance(part, nn.Sequential) else [part]
-    layers = [one for one in layers if not isinstance(one, nn.Flatten | nn.Dropout | nn.Identity)]
-    ends = [one if isinstance(one, nn.Linear) else None for one in (layers or [part])]
+    layers = [layer for layer in layers if not isinstance(layer, nn.Flatten | nn.Dropout | nn.Identity)]
+    ends = [layer if isinstance(layer, nn.Linear) else None for layer in (layers or [part])]
     width, classes = getattr(ends[0], "in_features", -1), getattr(ends[-1], "out_features", -1)
     return width, 2 if classes == 1 else classes
 
 
-def refuse_width(name: str, sent: Tensor, known: int) -> None:
+def refuse_width(name: str, sent: Tensor, width: int) -> None:
     """Refuse rows of another width than the model gives."""
-    if len(sent) and known not in (-1, sent.shape[1]):
-        raise ValueError(f"'{name}' has shape {tuple(sent.shape)}, and is to have {(len(sent), known)}")
+    if len(sent) and width not in (-1, sent.shape[1]):
+        raise ValueError(f"'{name}' has shape {tuple(sent.shape)}, and is to have {(len(sent), width)}")
 
 
 def of_one_width(
@@ -134,9 +134,9 @@ def of_one_width(
     """Return what clients sent, where the head does not tell the width: those with another than most have failed."""
     widths = {client: tuple(payload[part].shape[1] for part in parts) for client, payload in sent.items()}
     most = max(widths.values(), key=list(widths.values()).count, default=())
-    for client, own in widths.items():
-        if own != most:
-            what = f"the rows of {' and '.join(map(repr, parts))} have the widths {own}, those of most clients {most}"
+    for client, own_widths in widths.items():
+        if own_widths != most:
+            what = f"the rows of {' and '.join(map(repr, parts))} have the widths {own_widths}, those of most clients {most}"
             server.note_failure(client, f"the update of client '{client}' was refused: {what}")
     return {client: payload for client, payload in sent.items() if widths[client] == most}
 
@@ -239,11 +239,11 @@ def refuse_other_widths(setup: Setup, taps: Taps, owner: str) -> None:
         seen = features_at_start(replace(setup, module=module), taps, owner)
         widths |= {name: next(iter(seen.values())).shape[1]} if seen else {}
     for name, width in widths.items():
-        first, known = next(iter(widths.items()))
-        if width != known:
+        first, first_width = next(iter(widths.items()))
+        if width != first_width:
             raise ValueError(
-                f"{owner} needs representations of one width from all clients, but those of '{first}' have {known} numbers, "
-                f"those of '{name}' {width}. Give the layer before the head the same width in all models."
+                f"{owner} needs representations of one width from all clients, but those of '{first}' have {first_width} "
+                f"numbers, those of '{name}' {width}. Give the layer before the head the same width in all models."
             )
 
 
@@ -279,9 +279,9 @@ def _unit(z: Tensor) -> Tensor:
     return z / norm.clamp_min(1e-8) * (norm > 1e-8)
 
 
-def refuse_classes(classes: Tensor, known: int | None = None, what: str = "class") -> None:
+def refuse_classes(classes: Tensor, count: int | None = None, what: str = "class") -> None:
     """Refuse classes that come twice, or that there are not."""
     if len(classes.unique()) != len(classes):
         raise ValueError(f"it names a {what} twice")
-    if known is not None and len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < known:
-        raise ValueError(f"it names {what} {int(classes.max())}, and there are {known}")
+    if count is not None and len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < count:
+        raise ValueError(f"it names {what} {int(classes.max())}, and there are {count}")

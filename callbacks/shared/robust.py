@@ -103,7 +103,9 @@ class RobustRule(FederatedCallback):
                 continue
             those = [updates[index].state for index in who]
             judged = [name for name in names if name in trainable]
-            new |= {name: _median(torch.stack([one[name] for one in those])) for name in names if name not in trainable}
+            new |= {
+                name: _median(torch.stack([sent[name] for sent in those])) for name in names if name not in trainable
+            }
             if judged:
                 shares = torch.tensor([weights[index] for index in who], dtype=torch.float64)
                 combine = self.rule_of(server, updates[0].model, judged)

@@ -78,8 +78,8 @@ class SecondModel:
     def step(self) -> None:
         """Make a step right after that of the module.
 
-        A step of the module that the gradient scaler skipped is no step here either. Where only the scaled gradients of the
-        second model overflow, it alone stays.
+        A step of the module that the gradient scaler skipped is not a step here either. Where only the scaled gradients of
+        the second model overflow, it alone stays.
         """
         reduce = self.trainer.strategy.reduce  # over the ranks of one client, under DDP
         gradients = {name: reduce(gradient, reduce_op="mean") for name, gradient in self.gradients.items()}
@@ -96,8 +96,8 @@ class SecondModel:
 
     def follow_schedule(self, main: Optimizer) -> None:
         """Take over the learning rates of the module's optimizer, and whatever else a scheduler moves."""
-        for own, group in zip(self.optimizer.param_groups, main.param_groups, strict=False):
-            own.update({name: value for name, value in group.items() if name not in ("params", "param_names")})
+        for own_group, group in zip(self.optimizer.param_groups, main.param_groups, strict=False):
+            own_group.update({name: value for name, value in group.items() if name not in ("params", "param_names")})
 
     def state(self) -> dict[str, Any]:
         """Return what the client keeps: the model and, where optimizers go on, the optimizer's state.

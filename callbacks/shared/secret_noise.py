@@ -36,10 +36,10 @@ def uniform(secret: str, address: str, count: int) -> np.ndarray:
         >>> uniform("a secret", "round 1", 2).round(4).tolist() == uniform("a secret", "round 1", 2).round(4).tolist()
         True
     """
-    draw, found = _uniforms(secret, address), np.empty(count)
+    draw, numbers = _uniforms(secret, address), np.empty(count)
     for start in range(0, count, PIECE):
-        found[start : start + PIECE] = draw(min(count - start, PIECE))
-    return found
+        numbers[start : start + PIECE] = draw(min(count - start, PIECE))
+    return numbers
 
 
 def _uniforms(secret: str, address: str) -> Callable[[int], np.ndarray]:
@@ -67,19 +67,19 @@ def normal(secret: str, address: str, shape: torch.Size) -> Tensor:
         >>> normal("a secret", "round 1", torch.Size([2, 3])).shape
         torch.Size([2, 3])
     """
-    draw, found, done = _uniforms(secret, address), np.empty(shape.numel()), 0
-    while done < len(found):
-        points = min(2 * (len(found) - done) // 3 + 8, PIECE)  # of which 0.785 are in the disk
+    draw, numbers, done = _uniforms(secret, address), np.empty(shape.numel()), 0
+    while done < len(numbers):
+        points = min(2 * (len(numbers) - done) // 3 + 8, PIECE)  # of which 0.785 are in the disk
         across, up = (2.0 * draw(points) - 1.0 for _ in range(2))
         square = across * across + up * up
         inside = np.flatnonzero(square < 1.0)
         square = square[inside]
         length = np.sqrt(-2.0 * np.log(square) / square)
         for side in (across, up):
-            part = found[done : done + len(inside)]
+            part = numbers[done : done + len(inside)]
             np.multiply(side[inside[: len(part)]], length[: len(part)], out=part)
             done += len(part)
-    return torch.from_numpy(found).reshape(shape)
+    return torch.from_numpy(numbers).reshape(shape)
 
 
 def discrete_normal(secret: str, address: str, count: int, std: float) -> np.ndarray:
@@ -101,14 +101,14 @@ def discrete_normal(secret: str, address: str, count: int, std: float) -> np.nda
         dtype('int64')
     """
     drawn = normal(secret, address, torch.Size([count])).mul_(std).round_().numpy()
-    found, coins, refused = np.empty(count, np.int64), _uniforms(secret, f"{address}|coins"), [np.empty(0, np.int64)]
+    numbers, coins, refused = np.empty(count, np.int64), _uniforms(secret, f"{address}|coins"), [np.empty(0, np.int64)]
     for start in range(0, count, PIECE):
         piece = drawn[start : start + PIECE]
-        found[start : start + PIECE] = piece
+        numbers[start : start + PIECE] = piece
         refused.append(start + np.flatnonzero(~_taken(piece, std, coins(len(piece)))))
     if len(places := np.concatenate(refused)):
-        found[places] = discrete_normal(secret, f"{address}|again", len(places), std)
-    return found
+        numbers[places] = discrete_normal(secret, f"{address}|again", len(places), std)
+    return numbers
 
 
 def _taken(drawn: np.ndarray, std: float, coins: np.ndarray) -> np.ndarray:
@@ -136,20 +136,20 @@ def _quadrature() -> tuple[np.ndarray, np.ndarray]:
 
 def digest_of(*values: Any) -> str:
     """Return a hash of trees of tensors and plain values, for the address of noise that is to cover them."""
-    found = hashlib.sha256(MAKER.encode())
-    _add_to(found, values)
-    return found.hexdigest()
+    digest = hashlib.sha256(MAKER.encode())
+    _add_to(digest, values)
+    return digest.hexdigest()
 
 
 def _add_to(digest: Any, value: Any) -> None:
-    """Add a tree to a hash; of objects that are no plain values their class, which is the same in each process."""
+    """Add a tree to a hash; of objects that are not plain values their class, which is the same in each process."""
     if isinstance(value, Mapping):
         for name in sorted(value, key=str):
             digest.update(f"|{name}=".encode())
             _add_to(digest, value[name])
     elif isinstance(value, list | tuple):
-        for one in value:
-            _add_to(digest, one)
+        for entry in value:
+            _add_to(digest, entry)
     elif isinstance(value, Tensor):
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     else:

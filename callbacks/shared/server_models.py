@@ -65,7 +65,7 @@ class NoWeightings(requires.Requirement):
     advises = True
 
     def fault(self, owner: Any, setup: Setup) -> str:
-        other = next((one for one in setup.callbacks if one is not owner and one.weighting is not None), None)
+        other = next((part for part in setup.callbacks if part is not owner and part.weighting is not None), None)
         what = f"weighting={other.weighting!r} of {other.key}" if other else ""
         return f"combines the clients' models with weights of its own, and {what} does nothing" if what else ""
 
@@ -141,8 +141,8 @@ class KeepsClientModels(ServerModels):
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Keep the models that came. Nothing is averaged into a global model."""
-        own = server.state.get(self.key, {})
-        server.state[self.key] = {**own, "models": {**own.get("models", {}), **sent_models(updates)}}
+        server_state = server.state.get(self.key, {})
+        server.state[self.key] = {**server_state, "models": {**server_state.get("models", {}), **sent_models(updates)}}
         return {}
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
@@ -178,20 +178,20 @@ def parameter_names(server: Server, state: Mapping[str, Tensor]) -> list[str]:
     return [name for name in names if name in state]
 
 
-def combine(own: Mapping[str, Tensor], parts: Iterable[tuple[float, Mapping[str, Tensor]]]) -> State:
+def combine(base: Mapping[str, Tensor], parts: Iterable[tuple[float, Mapping[str, Tensor]]]) -> State:
     """Return ``sum_j a_j w_j / sum_j a_j``, in float64.
 
-    Integer entries are ``own``'s, and so are all entries where every weight is 0.
+    Integer entries are ``base``'s, and so are all entries where every weight is 0.
 
     Example:
-        >>> own = {"w": torch.tensor([1.0]), "steps": torch.tensor(3)}
-        >>> combine(own, [(3.0, own), (1.0, {"w": torch.tensor([5.0]), "steps": torch.tensor(8)})])
+        >>> base = {"w": torch.tensor([1.0]), "steps": torch.tensor(3)}
+        >>> combine(base, [(3.0, base), (1.0, {"w": torch.tensor([5.0]), "steps": torch.tensor(8)})])
         {'w': tensor([2.]), 'steps': tensor(3)}
     """
     mean = WeightedMean()
     for weight, state in parts:
-        mean.add(select(state, own), weight)
-    return {**own, **{name: value for name, value in mean.result().items() if not _is_integer(value)}}
+        mean.add(select(state, base), weight)
+    return {**base, **{name: value for name, value in mean.result().items() if not _is_integer(value)}}
 
 
 def _is_integer(value: Tensor) -> bool:

@@ -17,7 +17,7 @@ def refuse_other_ways(owner: FederatedCallback, setup: Setup, why: str, sums: bo
     Raises:
         ValueError: Naming the other callback.
     """
-    for other in (one for one in setup.callbacks if one is not owner and not (sums and one.facts.beside_sums)):
+    for other in (part for part in setup.callbacks if part is not owner and not (sums and part.facts.beside_sums)):
         extras = [] if isinstance(other, UpdateCodec) else sorted(other.wire(setup.module).up)  # decoded before
         if extras:
             raise ValueError(

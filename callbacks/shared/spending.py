@@ -93,31 +93,31 @@ def releases_in(folder: Path | None) -> list[list[str]]:
     return list(sheets.read_lines(io.StringIO((folder / ROWS).read_text(encoding="utf-8"))))[1:]
 
 
-def write_spending(folder: Path, told: Mapping[str, Any], rows: Sequence[Sequence[Any]], release: str | None) -> None:
+def write_spending(folder: Path, report: Mapping[str, Any], rows: Sequence[Sequence[Any]], release: str | None) -> None:
     """Write both files, each as a whole: first the row of a new release, then the sum of all.
 
     Args:
         folder: The run's folder.
-        told: What `privacy.json` says.
+        report: What `privacy.json` says.
         rows: The rows so far.
         release: Name of the new release; `None`: it has a row.
     """
     if release is not None:
-        known = {**told, "round": told["rounds"]}
-        known |= {name: math.nan if told.get(name) is None else told[name] for name in ("epsilon", KNOWN)}
+        row = {**report, "round": report["rounds"]}
+        row |= {name: math.nan if report.get(name) is None else report[name] for name in ("epsilon", KNOWN)}
         text = io.StringIO()
-        new = [known.get(column, release) for column in COLUMNS]
+        new = [row.get(column, release) for column in COLUMNS]
         sheets.Writer(text, lineterminator="\n").writerows([COLUMNS, *rows, new])
         write_text_atomically(folder / ROWS, text.getvalue())
-    write_told(folder, told)
+    write_told(folder, report)
 
 
-def write_told(folder: Path, told: Mapping[str, Any]) -> None:
+def write_told(folder: Path, report: Mapping[str, Any]) -> None:
     """Write `privacy.json` as a whole; what the model that a run begins with has spent is added up with its own.
 
     For data that were in both, that is by basic composition: epsilons and deltas are summed.
     """
-    before = told.get("begins_with")
-    if before is not None and told["epsilon"] is not None:
-        told = {**told, "together": {name: told[name] + before[name] for name in ("epsilon", "delta")}}
-    write_text_atomically(folder / TOLD, json.dumps(told, indent=1) + "\n")
+    before = report.get("begins_with")
+    if before is not None and report["epsilon"] is not None:
+        report = {**report, "together": {name: report[name] + before[name] for name in ("epsilon", "delta")}}
+    write_text_atomically(folder / TOLD, json.dumps(report, indent=1) + "\n")

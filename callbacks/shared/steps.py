@@ -54,10 +54,10 @@ def _model(server: Server) -> str:
 
 def memory(server: Server, key: str) -> dict[str, Any]:
     """Return what a server optimizer has kept for the model whose updates are being combined; empty at first."""
-    own: dict[str, Any] = server.state.get(key, {})
+    optimizer_state: dict[str, Any] = server.state.get(key, {})
     if _model(server) == GLOBAL:
-        return {name: value for name, value in own.items() if name != "models"}
-    kept: dict[str, Any] = own.get("models", {}).get(_model(server), {})
+        return {name: value for name, value in optimizer_state.items() if name != "models"}
+    kept: dict[str, Any] = optimizer_state.get("models", {}).get(_model(server), {})
     return kept
 
 
@@ -77,12 +77,12 @@ def remember(server: Server, key: str, values: dict[str, Any]) -> None:
         >>> server.state
         {'FedAvgM': {'vel': 1, 'models': {'deep': {'vel': 2}}}}
     """
-    own = server.state.get(key, {})
-    models = own.get("models", {})
+    optimizer_state = server.state.get(key, {})
+    models = optimizer_state.get("models", {})
     if _model(server) == GLOBAL:
         server.state[key] = {**values, **({"models": models} if models else {})}
     else:
-        server.state[key] = {**own, "models": {**models, _model(server): values}}
+        server.state[key] = {**optimizer_state, "models": {**models, _model(server): values}}
 
 
 def step_to_mean(server: Server, old: State, reduced: State, server_lr: float) -> State:

@@ -52,9 +52,9 @@ def leaf_files(root: Path) -> dict[str, list[Path]]:
         FileNotFoundError: If there are none; the message says which script of LEAF writes them.
     """
     for base in (root, root / "data"):
-        found = {split: sorted((base / folder).glob("*.json")) for split, folder in FOLDERS.items()}
-        if found["train"]:
-            return found
+        files_by_split = {split: sorted((base / folder).glob("*.json")) for split, folder in FOLDERS.items()}
+        if files_by_split["train"]:
+            return files_by_split
     raise FileNotFoundError(
         f"There is no {root / 'train'} with JSON files. Write train/ and test/ by preprocess.sh of "
         "https://github.com/TalwalkarLab/leaf (such as: ./preprocess.sh -s niid --sf 1.0 -k 0 -t sample) and give "
@@ -70,7 +70,7 @@ def read_leaf(root: Path) -> Iterator[LEAFUser]:
 
     Raises:
         FileNotFoundError: If there are no files.
-        ValueError: If a file is no JSON (with the line), lacks a key, or contradicts itself or another one.
+        ValueError: If a file is not JSON (with the line), lacks a key, or contradicts itself or another one.
 
     Example:
         >>> import json
@@ -98,14 +98,14 @@ def read_leaf(root: Path) -> Iterator[LEAFUser]:
 
 
 def _users(path: Path, split: str) -> Iterator[LEAFUser]:
-    found = read_json(path)
-    if not isinstance(found, dict) or not {"users", "user_data"} <= set(found):
-        raise ValueError(f"{path} has no 'users' and 'user_data'; it is no file of LEAF.")
-    users, data, counts = found["users"], found["user_data"], found.get("num_samples")
+    content = read_json(path)
+    if not isinstance(content, dict) or not {"users", "user_data"} <= set(content):
+        raise ValueError(f"{path} has no 'users' and 'user_data'; it is not a file of LEAF.")
+    users, data, counts = content["users"], content["user_data"], content.get("num_samples")
     names = isinstance(users, list) and users and all(isinstance(name, str | int) for name in users)
     if not names or not isinstance(data, dict) or not isinstance(counts, list | None):
         raise ValueError(
-            f"{path}: 'users', 'user_data' or 'num_samples' is no list of users, table and list; it is no file of LEAF."
+            f"{path}: 'users', 'user_data' or 'num_samples' is not a list of users, table and list; it is not a file of LEAF."
         )
     if set(users) != set(data) or len(set(users)) < len(users):
         strange = sorted(set(users) ^ set(data), key=str) or users
@@ -114,10 +114,10 @@ def _users(path: Path, split: str) -> Iterator[LEAFUser]:
         samples: Any = data[name] if isinstance(data[name], dict) else {}
         x, y = samples.get("x"), samples.get("y")
         sizes = [len(part) if isinstance(part, list) else None for part in (x, y)]
-        said = counts[place] if counts is not None and place < len(counts) else sizes[1]
-        if None in sizes or not sizes[0] == sizes[1] == said:
+        declared = counts[place] if counts is not None and place < len(counts) else sizes[1]
+        if None in sizes or not sizes[0] == sizes[1] == declared:
             raise ValueError(
-                f"{path}: user {name!r} has {sizes[0]} inputs x, {sizes[1]} targets y and num_samples {said}; they "
+                f"{path}: user {name!r} has {sizes[0]} inputs x, {sizes[1]} targets y and num_samples {declared}; they "
                 "must agree."
             )
         yield LEAFUser(split, str(name), x, y, path)
@@ -180,20 +180,20 @@ class LEAFDataModule(NaturalSites):
         """
         try:
             values = [number_in(value) if isinstance(value, str) else value for value in user.y]
-            found = np.array([int(value) for value in values], dtype=np.int64)
-            broken = next((value for value, number in zip(values, found, strict=True) if value != number), None)
+            classes = np.array([int(value) for value in values], dtype=np.int64)
+            broken = next((value for value, number in zip(values, classes, strict=True) if value != number), None)
             if broken is not None:
                 raise ValueError(f"{broken!r}")
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(
-                f"{user.path}: user {user.name!r} has a target that is no whole number ({error})."
+                f"{user.path}: user {user.name!r} has a target that is not a whole number ({error})."
             ) from error
-        if len(found) and not 0 <= found.min() <= found.max() < self.classes:
+        if len(classes) and not 0 <= classes.min() <= classes.max() < self.classes:
             raise ValueError(
-                f"{user.path}: user {user.name!r} has targets from {found.min()} to {found.max()}; the classes are 0 to "
+                f"{user.path}: user {user.name!r} has targets from {classes.min()} to {classes.max()}; the classes are 0 to "
                 f"{self.classes - 1}. It is a file of another data set."
             )
-        return found
+        return classes
 
     def dataset(self, x: Tensor, y: np.ndarray) -> Dataset[Any]:
         """Return the samples of all users as a dataset.
@@ -210,23 +210,23 @@ class LEAFDataModule(NaturalSites):
 
     def read(self) -> SiteSamples:
         inputs, classes = [], []
-        held: dict[str, dict[str, np.ndarray]] = {"train": {}, "test": {}}
+        splits: dict[str, dict[str, np.ndarray]] = {"train": {}, "test": {}}
         start = 0
         for user in read_leaf(self.root):
             x, y = self.inputs(user), self.targets(user)
             inputs.append(x)
             classes.append(y)
-            held[user.split][user.name] = np.arange(start, start + len(y))
+            splits[user.split][user.name] = np.arange(start, start + len(y))
             start += len(y)
-        untrained = sort_clients(set(held["test"]) - set(held["train"]))
+        untrained = sort_clients(set(splits["test"]) - set(splits["train"]))
         if untrained:
             raise ValueError(
                 f"{self.root}: {len(untrained)} users have test samples and no training samples, such as "
                 f"{untrained[0]!r}. Split each user's samples (preprocess.sh -t sample), not the users."
             )
-        if not held["test"]:
+        if not splits["test"]:
             rank_zero_warn(f"{self.root}: there are no files in test/, so nothing is tested.", category=UserWarning)
-        sizes = {name: len(rows) for name, rows in held["train"].items()}
+        sizes = {name: len(rows) for name, rows in splits["train"].items()}
         kept = sorted(sort_clients(sizes), key=lambda name: -sizes[name])[: self.largest]
         if len(kept) < len(sizes):
             rank_zero_warn(
@@ -235,7 +235,7 @@ class LEAFDataModule(NaturalSites):
             )
         y = np.concatenate(classes)
         nothing = np.zeros(0, np.int64)
-        rows = {name: {split: held[split].get(name, nothing) for split in held} for name in sort_clients(kept)}
+        rows = {name: {split: splits[split].get(name, nothing) for split in splits} for name in sort_clients(kept)}
         return SiteSamples(self.dataset(torch.cat(inputs), y), rows, y)
 
 
@@ -251,20 +251,20 @@ def numbers(user: LEAFUser, width: int) -> Tensor:
         ValueError: a.json: user 'ann' has inputs of shape (1, 2); this data set has 3 numbers each. ...
     """
     try:
-        given = np.array(user.x)  # numpy would make numbers of texts
-        if given.dtype.kind not in "iuf":
-            raise ValueError(f"it holds a {given.dtype.name}")
-        found = given.astype(np.float32).reshape(len(user.x), -1 if user.x else width)
+        raw = np.array(user.x)  # numpy would make numbers of texts
+        if raw.dtype.kind not in "iuf":
+            raise ValueError(f"it holds a {raw.dtype.name}")
+        array = raw.astype(np.float32).reshape(len(user.x), -1 if user.x else width)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"{user.path}: user {user.name!r} has an input that is no list of {width} numbers ({error})."
+            f"{user.path}: user {user.name!r} has an input that is not a list of {width} numbers ({error})."
         ) from error
-    extreme = not np.isfinite(found).all() or extreme_of(found.ravel()) is not None
-    if found.shape[1] != width or extreme:
+    extreme = not np.isfinite(array).all() or extreme_of(array.ravel()) is not None
+    if array.shape[1] != width or extreme:
         what = (
-            f"inputs of shape {found.shape}" if found.shape[1] != width else "an input with NaN, or far from all others"
+            f"inputs of shape {array.shape}" if array.shape[1] != width else "an input with NaN, or far from all others"
         )
         raise ValueError(
             f"{user.path}: user {user.name!r} has {what}; this data set has {width} numbers each. Is it another one?"
         )
-    return torch.from_numpy(found)
+    return torch.from_numpy(array)

@@ -95,22 +95,22 @@ class ShakespeareDataModule(LEAFDataModule):
     def read(self) -> SiteSamples:
         if not self.root.is_file():
             return super().read()
-        said = roles_of(self.root)
-        kept = [name for name in sort_clients(said) if len(said[name]) >= max(self.min_chars, LENGTH + 1)]
-        kept = sort_clients(sorted(kept, key=lambda name: -len(said[name]))[: self.largest])
-        if len(kept) < len(said):
+        texts = roles_of(self.root)
+        kept = [name for name in sort_clients(texts) if len(texts[name]) >= max(self.min_chars, LENGTH + 1)]
+        kept = sort_clients(sorted(kept, key=lambda name: -len(texts[name]))[: self.largest])
+        if len(kept) < len(texts):
             rank_zero_warn(
-                f"{self.root.name}: {len(said) - len(kept)} of {len(said)} roles are left out: they say less than min_chars="
-                f"{self.min_chars} characters, or are not among the largest.",
+                f"{self.root.name}: {len(texts) - len(kept)} of {len(texts)} roles are left out: they say less "
+                f"than min_chars={self.min_chars} characters, or are not among the largest.",
                 category=UserWarning,
             )
         if not kept:
             raise ValueError(f"{self.root}: no role says min_chars={self.min_chars} characters; use a smaller number.")
-        codes = torch.from_numpy(codes_of("".join(said[name] for name in kept), self.root))
+        codes = torch.from_numpy(codes_of("".join(texts[name] for name in kept), self.root))
         rows = {}
         start = 0
         for name in kept:
-            end = start + len(said[name])
+            end = start + len(texts[name])
             tested = end - int(self.test_fraction * (end - start))
             validated = tested - int(self.val_fraction * (tested - start))
             rows[name] = {
@@ -136,7 +136,7 @@ class ShakespeareDataModule(LEAFDataModule):
         strange = [text for text in user.x if not isinstance(text, str) or len(text) != LENGTH]
         if strange:
             raise ValueError(
-                f"{user.path}: user {user.name!r} has an input {str(strange[0])[:20]!r} that is no text of {LENGTH} "
+                f"{user.path}: user {user.name!r} has an input {str(strange[0])[:20]!r} that is not a text of {LENGTH} "
                 "characters."
             )
         return torch.from_numpy(codes_of("".join(user.x), user.path)).long().reshape(-1, LENGTH)
@@ -144,7 +144,7 @@ class ShakespeareDataModule(LEAFDataModule):
     def targets(self, user: LEAFUser) -> np.ndarray:
         strange = [text for text in user.y if not isinstance(text, str) or len(text) != 1]
         if strange:
-            raise ValueError(f"{user.path}: user {user.name!r} has a target {strange[0]!r} that is no character.")
+            raise ValueError(f"{user.path}: user {user.name!r} has a target {strange[0]!r} that is not a character.")
         return codes_of("".join(user.y), user.path).astype(np.int64)
 
 
@@ -152,10 +152,10 @@ def roles_of(path: Path) -> dict[str, str]:
     """Return what each role says, in order, from a text with names before speeches.
 
     Raises:
-        ValueError: If the text is no UTF-8, or no line names a role.
+        ValueError: If the text is not UTF-8, or no line names a role.
     """
     blocks = re.split(r"\n[ \t]*\n", text_of(path).replace("\r\n", "\n"))
-    found: dict[str, list[str]] = {}
+    speeches_by_role: dict[str, list[str]] = {}
     role = None
     for block in blocks:
         first, _, rest = block.strip("\n").partition("\n")
@@ -163,12 +163,12 @@ def roles_of(path: Path) -> dict[str, str]:
         if named is not None:
             role, block = named.group(1), rest
         if role is not None and block:  # a speech may go on after an empty line
-            found.setdefault(role, []).append(block)
-    if not found:
+            speeches_by_role.setdefault(role, []).append(block)
+    if not speeches_by_role:
         raise ValueError(
             f"{path} names no role; a role speaks after an empty line and a line of its name with a colon, such as 'ROMEO:'."
         )
-    return {name: "\n".join(speeches) + "\n" for name, speeches in found.items()}
+    return {name: "\n".join(speeches) + "\n" for name, speeches in speeches_by_role.items()}
 
 
 def codes_of(text: str, path: Path) -> np.ndarray:
@@ -251,7 +251,7 @@ class LEAFSent140DataModule(LEAFDataModule):
             if not isinstance(row, list) or len(row) <= _TEXT or not isinstance(row[_TEXT], str):
                 raise ValueError(
                     f"{user.path}: sample {sample} of user {user.name!r} has no text in column {_TEXT + 1} (id, date, query, "
-                    "user, text); it is no file of Sentiment140."
+                    "user, text); it is not a file of Sentiment140."
                 )
         rows = [self.numbers_of(row[_TEXT]) for row in user.x]
         return torch.tensor(rows, dtype=torch.int64).reshape(-1, self.max_words)
@@ -280,10 +280,10 @@ class LEAFFEMNISTDataModule(LEAFDataModule):
     classes = 62
 
     def inputs(self, user: LEAFUser) -> Tensor:
-        found = numbers(user, 28 * 28).reshape(-1, 1, 28, 28)
-        if len(found) and not 0 <= found.min() <= found.max() <= 1:
+        images = numbers(user, 28 * 28).reshape(-1, 1, 28, 28)
+        if len(images) and not 0 <= images.min() <= images.max() <= 1:
             raise ValueError(f"{user.path}: user {user.name!r} has a pixel outside of 0 ... 1, ink and paper.")
-        return found
+        return images
 
 
 class LEAFSyntheticDataModule(LEAFDataModule):
@@ -347,7 +347,7 @@ class LEAFCelebADataModule(LEAFDataModule):
         strange = [value for value in user.x if not isinstance(value, str) or Path(value).name != value]
         if strange:
             raise ValueError(
-                f"{user.path}: user {user.name!r} has an input {strange[0]!r} that is no name of an image file."
+                f"{user.path}: user {user.name!r} has an input {strange[0]!r} that is not a name of an image file."
             )
         start = len(self._names)
         self._names += user.x

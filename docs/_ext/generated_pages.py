@@ -307,7 +307,7 @@ def json_lines() -> None:
 
 
 def keys_of(cls: type) -> str:
-    """Return the arguments of a class that is no algorithm."""
+    """Return the arguments of a class that is not an algorithm."""
     return arguments_of(Algorithm(cls.__name__, "other", "", "", class_path=f"{cls.__module__}.{cls.__name__}"), True)
 
 

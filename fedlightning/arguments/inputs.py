@@ -67,7 +67,7 @@ def _check_module(model: LightningModule) -> None:
                 raise ConfigurationError(
                     f"'{path}.{key}'".replace("'.", "'")
                     + f" of {name} is computed from other tensors, so the module cannot "
-                    "be copied for each client. In the place of torch.nn.utils.weight_norm or spectral_norm use those of "
+                    "be copied for each client. In place of torch.nn.utils.weight_norm or spectral_norm use those of "
                     "torch.nn.utils.parametrizations; a tensor of your own must be detached."
                 )
 
@@ -134,7 +134,7 @@ def federated_data(
 
 
 def _instead_of(data: Any) -> str:
-    """Return what is wrong with data that are no federated data module, and what to pass."""
+    """Return what is wrong with data that are not a federated data module, and what to pass."""
     if isinstance(data, type):
         return f"The data are the class {data.__name__}, not an instance. Pass {data.__name__}(...)."
     kind = type(data).__name__
@@ -155,7 +155,7 @@ def _instead_of(data: Any) -> str:
 
 
 def _check_loaders(owner: str, loaders: Any) -> None:
-    """Refuse what is no mapping of clients to loaders, and what no client can iterate again and again."""
+    """Refuse what is not a mapping of clients to loaders, and what no client can iterate again and again."""
     if loaders is not None and not isinstance(loaders, Mapping):
         raise ConfigurationError(
             f"{owner} is a {type(loaders).__name__}. Pass one loader per client, by name: "
@@ -184,12 +184,12 @@ def _check_ids(owner: str, ids: Iterable[Any]) -> None:
         no_name = isinstance(client, bool) or not isinstance(client, str | Integral) or not name.strip()
         if no_name or len(file_name_of(name)) > 240:
             raise ConfigurationError(
-                f"{owner} has a client {client!r:.80}, which is no name of a client: it must be a whole number, or a text "
+                f"{owner} has a client {client!r:.80}, which is not a name of a client: it must be a whole number, or a text "
                 "after which a file can be named: at most 240 letters of plain English, fewer of others."
             )
         if not _is_text(name):
             raise ConfigurationError(
-                f"{owner} has a client {client!r}, which is no valid Unicode. Give it another name."
+                f"{owner} has a client {client!r}, which is not valid Unicode. Give it another name."
             )
         key = same_file(name)
         if key in seen:

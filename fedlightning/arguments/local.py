@@ -27,7 +27,7 @@ from fedlightning.ranges import is_boundless, may_be_infinite
 
 
 def check_callbacks(arguments: Mapping[str, Any]) -> None:
-    """Refuse what is no callback, and callbacks that have no place inside clients; see also :func:`check_logs`."""
+    """Refuse what is not a callback, and callbacks that have no place inside clients; see also :func:`check_logs`."""
     items = [arguments["callbacks"]] if isinstance(arguments["callbacks"], Callback) else arguments["callbacks"] or []
     if isinstance(items, str | Mapping | type) or not isinstance(items, Iterable):
         raise ConfigurationError(
@@ -110,7 +110,7 @@ def logged_clients(asked: bool | Iterable[str | int], data: DataSummary) -> bool
     unknown = [name for name in names if name not in data.client_ids]
     if unknown:
         raise ConfigurationError(
-            f"log_clients holds '{unknown[0]}', which is no client. They are {list(data.client_ids)[:20]}."
+            f"log_clients holds '{unknown[0]}', which is not a client. They are {list(data.client_ids)[:20]}."
         )
     return names
 

@@ -44,7 +44,7 @@ def _check_kinds(arguments: Mapping[str, Any]) -> None:
         arguments["logger"], str | Mapping
     ):
         raise ConfigurationError(
-            f"logger={arguments['logger']!r} is no logger. Pass True, False or instances such as CSVLogger('logs')."
+            f"logger={arguments['logger']!r} is not a logger. Pass True, False or instances such as CSVLogger('logs')."
         )
 
 
@@ -127,5 +127,5 @@ def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta |
 
 def _not_negative(time: timedelta, value: Any) -> timedelta:
     if time < timedelta(0) or value == {}:
-        raise ConfigurationError(f"max_time={value!r} is no time. One hour is '00:01:00:00'.")
+        raise ConfigurationError(f"max_time={value!r} is not a time. One hour is '00:01:00:00'.")
     return time

@@ -124,7 +124,7 @@ BUILDERS = ("wrap_module", "on_build", "on_receive")
 """Events in which callbacks take part in building a client's module."""
 
 
-class _Made:
+class _Recipe:
     """How copies of one template are made.
 
     Attributes:
@@ -176,7 +176,7 @@ class Blueprint:
     tools: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     losses: StepLosses = field(init=False, repr=False, default_factory=StepLosses)
     _trainer: Trainer | None = field(init=False, default=None, repr=False)
-    _made: dict[str, _Made] = field(init=False, default_factory=dict, repr=False)  # by architecture
+    _recipes: dict[str, _Recipe] = field(init=False, default_factory=dict, repr=False)  # by architecture
 
     # -- device and precision ----------------------------------------------------------------------------------------
     @property
@@ -212,11 +212,11 @@ class Blueprint:
 
     def without_callbacks(self, ordinary: list[Callback], **settings: Any) -> Blueprint:
         """Return a blueprint of the same template whose fits only have the given Lightning callbacks, and other settings."""
-        given = replace(self.settings, callbacks=ordinary, **settings)
-        made = replace(self, callbacks=CallbackList([]), settings=given)
+        settings_of_fits = replace(self.settings, callbacks=ordinary, **settings)
+        blueprint = replace(self, callbacks=CallbackList([]), settings=settings_of_fits)
         if getattr(self.precision, "scaler", None) is None:  # a gradient scaler's state must not move
-            made._trainer = self.trainer
-        return made
+            blueprint._trainer = self.trainer
+        return blueprint
 
     # -- architectures -----------------------------------------------------------------------------------------------
     @property
@@ -234,18 +234,18 @@ class Blueprint:
         return self.template.model(architecture) if isinstance(self.template, ClientModels) else self.template
 
     # -- modules -----------------------------------------------------------------------------------------------------
-    def _making(self, architecture: str) -> _Made:
-        template, made = self.template_of(architecture), self._made.get(architecture)
-        if made is None or made.copier.module is not template:  # a resumed run has its own template
-            made = self._made[architecture] = _Made(template, self)
-        return made
+    def _find_recipe(self, architecture: str) -> _Recipe:
+        template, recipe = self.template_of(architecture), self._recipes.get(architecture)
+        if recipe is None or recipe.copier.module is not template:  # a resumed run has its own template
+            recipe = self._recipes[architecture] = _Recipe(template, self)
+        return recipe
 
     def build(self, owner: str, architecture: str | None = None) -> LightningModule:
         """Build a fresh copy of the template, wrapped by every callback. Equal owners get equal bits."""
-        made = self._making(self.architecture_of(owner) if architecture is None else architecture)
-        with isolated(self.settings.seed_of("initialisation"), "build") if made.is_wrapped else nullcontext():
-            module: LightningModule = detached(made.copier.copy())
-            if made.is_wrapped:
+        recipe = self._find_recipe(self.architecture_of(owner) if architecture is None else architecture)
+        with isolated(self.settings.seed_of("initialisation"), "build") if recipe.is_wrapped else nullcontext():
+            module: LightningModule = detached(recipe.copier.copy())
+            if recipe.is_wrapped:
                 self._configure(module)
                 for callback in self.callbacks:
                     module = self._wrapped(module, callback, owner)
@@ -263,40 +263,40 @@ class Blueprint:
 
     def reference(self, architecture: str) -> LightningModule:
         """Return the server's module of an architecture, built once, to look at; it is not to be changed."""
-        made = self._making(architecture)
-        if made.reference is None:
-            made.reference = self.build("server", architecture)
-            if made.is_plain:  # the same numbers need no memory of their own; frozen ones are the server's model too
-                own = {**dict(made.reference.named_parameters()), **dict(made.reference.named_buffers())}
-                kinds = entry_kinds(made.reference)
-                for name, value in made.entries.items():
+        recipe = self._find_recipe(architecture)
+        if recipe.reference is None:
+            recipe.reference = self.build("server", architecture)
+            if recipe.is_plain:  # the same numbers need no memory of their own; frozen ones are the server's model too
+                entries = {**dict(recipe.reference.named_parameters()), **dict(recipe.reference.named_buffers())}
+                kinds = entry_kinds(recipe.reference)
+                for name, value in recipe.entries.items():
                     if kinds[name] != "frozen":
-                        own[name].data = value
-        return made.reference
+                        entries[name].data = value
+        return recipe.reference
 
     def base(self, architecture: str) -> State:
         """Return the frozen parameters of an architecture as every module is built with them.
 
-        The server's model shares their memory: one that somebody has edited there in place is no base any more.
+        The server's model shares their memory: one that somebody has edited there in place is not a base any more.
         """
-        made = self._making(architecture)
-        if made.base is not None and any(value._version != version for value, version in made.seen):
-            made.base = made.base_hash = made.reference = None
-        if made.base is None:
+        recipe = self._find_recipe(architecture)
+        if recipe.base is not None and any(value._version != version for value, version in recipe.seen):
+            recipe.base = recipe.base_hash = recipe.reference = None
+        if recipe.base is None:
             module = self.reference(architecture)
             frozen = [name for name, kind in entry_kinds(module).items() if kind == "frozen"]
-            made.base = module_state(module, frozen)
-            made.began_with = self._frozen_now(made)
-            made.seen = [(value, value._version) for value in made.base.values()]
-        return made.base
+            recipe.base = module_state(module, frozen)
+            recipe.began_with = self._frozen_now(recipe)
+            recipe.seen = [(value, value._version) for value in recipe.base.values()]
+        return recipe.base
 
-    def _frozen_now(self, made: _Made) -> str:
+    def _frozen_now(self, recipe: _Recipe) -> str:
         """Return a hash of the template's parameters that are the base; of a wrapped module's any may be."""
-        template = made.copier.module
+        template = recipe.copier.module
         names = {name for name, _ in template.named_parameters(remove_duplicate=False)}
-        if not made.base:
+        if not recipe.base:
             return ""
-        return state_digest(select(module_state(template), names if made.is_wrapped else names & made.base.keys()))
+        return state_digest(select(module_state(template), names if recipe.is_wrapped else names & recipe.base.keys()))
 
     def refuse_changed(self) -> None:
         """Refuse a template whose frozen parameters are others than at first: states are kept without them.
@@ -304,20 +304,20 @@ class Blueprint:
         Raises:
             ConfigurationError: If its user has trained or edited it since.
         """
-        for made in self._made.values():
-            if made.base is not None and made.began_with != self._frozen_now(made):
+        for recipe in self._recipes.values():
+            if recipe.base is not None and recipe.began_with != self._frozen_now(recipe):
                 raise ConfigurationError(
-                    f"The parameters of {type(made.copier.module).__name__} have changed since the federation was given it, "
-                    "and what is frozen in the models of its clients is taken from there. Train or edit a copy of it "
+                    f"The parameters of {type(recipe.copier.module).__name__} have changed since the federation was given "
+                    "it, and what is frozen in the models of its clients is taken from there. Train or edit a copy of it "
                     "(copy.deepcopy), or give a trainer the unchanged module and call restore."
                 )
 
     def base_hash(self, architecture: str) -> str:
         """Return the hash of :meth:`base`, by which a state knows the frozen parameters that it does not hold."""
-        base, made = self.base(architecture), self._making(architecture)
-        if made.base_hash is None:
-            made.base_hash = state_digest(base)
-        return made.base_hash
+        base, recipe = self.base(architecture), self._find_recipe(architecture)
+        if recipe.base_hash is None:
+            recipe.base_hash = state_digest(base)
+        return recipe.base_hash
 
     def without_base(self, state: State, architecture: str, but: Collection[str] = ()) -> State:
         """Return a state without the frozen parameters that are as every module is built, `but` some: nobody keeps these."""
@@ -331,8 +331,8 @@ class Blueprint:
     def unlike_base(self, module: LightningModule, architecture: str) -> frozenset[str]:
         """Return the frozen parameters of a new module that callbacks have made other ones for its owner."""
         base = self.base(architecture)
-        own = module_state(module, base) if base else {}
-        return frozenset(name for name, value in own.items() if not is_same(value, base[name]))
+        frozen = module_state(module, base) if base else {}
+        return frozenset(name for name, value in frozen.items() if not is_same(value, base[name]))
 
     def _wrapped(self, module: LightningModule, callback: FederatedCallback, owner: str) -> LightningModule:
         """Let a callback wrap a module; name those that had wrapped it before if that fails."""
@@ -352,9 +352,9 @@ class Blueprint:
 
     def build_around(self, entries: State, owner: str) -> LightningModule:
         """Build an owner's module around given entries in one go; where no callback takes part in building it."""
-        return detached(self._making(self.architecture_of(owner)).copier.copy(entries))
+        return detached(self._find_recipe(self.architecture_of(owner)).copier.copy(entries))
 
     def plain_entries(self, merged: State, owner: str) -> State | None:
         """Return all entries of an owner's module that holds `merged`, not copied."""
-        made = self._making(self.architecture_of(owner))
-        return made.entries | merged if made.is_plain and made.copier.holds(merged) else None
+        recipe = self._find_recipe(self.architecture_of(owner))
+        return recipe.entries | merged if recipe.is_plain and recipe.copier.holds(merged) else None

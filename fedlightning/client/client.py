@@ -245,9 +245,9 @@ class Client:
 
     def size(self, split: str = "train") -> int:
         """Return the number of samples in a split of the client's data; of all clients' data in a pooled job."""
-        known = self._runner.described
-        ids = known.client_ids if POOLED in (self.message.data, self.message.client) else [self.id]
-        return sum(known.num_samples(client, split, self.round) for client in ids)
+        data = self._runner.described
+        ids = data.client_ids if POOLED in (self.message.data, self.message.client) else [self.id]
+        return sum(data.num_samples(client, split, self.round) for client in ids)
 
     def anchor(self, name: str, device: torch.device) -> Tensor | None:
         """Return the value of one entry as the server sent it."""
@@ -283,11 +283,11 @@ class Client:
         """
         module = self._blueprint.build(self.id)
         if any(callback.claims("on_build") for callback in self._blueprint.callbacks):
-            own, self._module = self._module, module
+            current, self._module = self._module, module
             try:
                 self._blueprint.callbacks.event("on_build", self, self.message)
             finally:
-                self._module = own
+                self._module = current
         return module
 
     def frozen_copy(self, state: Mapping[str, Tensor] | None = None) -> LightningModule:
@@ -388,7 +388,7 @@ class Client:
                 "and a batch_size."
             )
         training = targets is not None if training is None else training
-        found = public_loader(
+        samples_loader = public_loader(
             loader,
             f"client '{self.id}'",
             ids,
@@ -397,8 +397,8 @@ class Client:
             reader=f"samples of {self.id}",
             drop_last=training and bool(loader.drop_last),
         )
-        start_sampler(self._runner, found, self.message, purpose=f"samples-{split}")
-        return found
+        start_sampler(self._runner, samples_loader, self.message, purpose=f"samples-{split}")
+        return samples_loader
 
     def one_pass(self, split: str = "train") -> Iterable[Any]:
         """Return batches with every sample of a split, for :meth:`outputs`; a tail that training leaves out too."""

@@ -41,10 +41,10 @@ def client_failure(error: BaseException) -> BaseException:
 @contextmanager
 def noting() -> Iterator[list[BaseException]]:
     """Give the list of the clients' failures inside the block: those that became a part of an answer."""
-    found: list[BaseException] = []
-    token = _noted.set(found)
+    errors: list[BaseException] = []
+    token = _noted.set(errors)
     try:
-        yield found
+        yield errors
     finally:
         _noted.reset(token)
 

@@ -228,12 +228,12 @@ class DataSummary:
                     "categories, ranges and least."
                 )
         groups = [site.planted_groups for site in sites]
-        known = all(group is not None for group in groups)
+        grouped = all(group is not None for group in groups)
         return replace(
             first,
             client_ids=ids,
             sizes=_joined(site.sizes for site in sites),
-            planted_groups=_joined(group or {} for group in groups) if known else None,
+            planted_groups=_joined(group or {} for group in groups) if grouped else None,
             together=False,
             content=None if None in (looks := [site.content for site in sites]) else _hash(looks),
             classes=_joined(site.classes for site in sites),
@@ -258,24 +258,29 @@ def describe(
     few = without(data, leave_out) if leave_out else data
     ids = list(few.client_ids)
     everybody = [*ids, *left_out, *leave_out]
-    found: dict[str, Any] = {}
+    details_of_data: dict[str, Any] = {}
     if "classes" in details:
-        found["classes"] = {client: few.class_counts(client, "train") for client in everybody}
-        found["class_names"] = class_names_of(few)
+        details_of_data["classes"] = {client: few.class_counts(client, "train") for client in everybody}
+        details_of_data["class_names"] = class_names_of(few)
     if "splits" in details:
-        found["splits"] = {split: few.fingerprint(split) for split in SPLITS}
+        details_of_data["splits"] = {split: few.fingerprint(split) for split in SPLITS}
     if "loaders" in details:
-        found["loaders"], found["content"] = _loaders(few)
+        details_of_data["loaders"], details_of_data["content"] = _loaders(few)
     if "batches" in details:
-        found["batches"] = {client: limited(count, limit) if count else 0 for client, count in _batches(few, ids)}
+        details_of_data["batches"] = {
+            client: limited(count, limit) if count else 0 for client, count in _batches(few, ids)
+        }
     if "pooled" in details and together:
-        found["pooled"] = tuple(split for split in SPLITS if few.pooled_dataloader(split) is not None)
+        details_of_data["pooled"] = tuple(split for split in SPLITS if few.pooled_dataloader(split) is not None)
     if "public" in details:
-        found["public"] = few.public_report()
+        details_of_data["public"] = few.public_report()
     if "public content" in details:
         public = few.public_dataloader()
         if public is not None:
-            found["public_print"], found["public_content"] = _public_print(public), public_content(public)
+            details_of_data["public_print"], details_of_data["public_content"] = (
+                _public_print(public),
+                public_content(public),
+            )
     seed = getattr(data, "seed", 0)
     return DataSummary(
         type(data.original).__name__,
@@ -288,7 +293,7 @@ def describe(
         statistics=few.wanted_statistics,
         meaning={kind: _hash(names) for kind, names in few.meaning.items()},
         over_rounds={client: few.sizes_by_round(client) for client in everybody} if few.drifts else {},
-        **found,
+        **details_of_data,
     )
 
 
@@ -314,28 +319,28 @@ def _loaders(data: FederatedDataModule) -> tuple[dict[str, Mapping[str, Any]], s
     if data.common_batches is not None:
         alike: Mapping[str, Any] = dict(data.common_batches)
         return dict(zip(data.client_ids, itertools.repeat(alike), strict=False)), None
-    held: dict[str, Mapping[str, Any]] = {}
+    loaders: dict[str, Mapping[str, Any]] = {}
     ordered = sort_clients(data.client_ids)
     looks: dict[str, str | None] = dict.fromkeys(ordered[:: -(-len(ordered) // LOOKED_AT) or 1])
     for client in data.client_ids:
         loader = data.client_dataloader(client, "train")
         if loader is not None:
             batches = getattr(loader, "batch_sampler", None)
-            own: dict[str, Any] = {}
+            options: dict[str, Any] = {}
             for name, has in (("batch_size", batches), ("drop_last", batches), ("shuffle", loader.sampler)):
                 value = getattr(loader, name, None)
-                own[name] = value if value is not None else getattr(has, name, None)
-            held[client] = own
+                options[name] = value if value is not None else getattr(has, name, None)
+            loaders[client] = options
             if client in looks:
                 looks[client] = look(getattr(loader, "dataset", None))
-    return held, _hash(looks) if any(looks.values()) else None
+    return loaders, _hash(looks) if any(looks.values()) else None
 
 
 def _public_print(loader: Any) -> str:
     dataset: Any = getattr(loader, "dataset", loader)
     size = len(dataset) if hasattr(dataset, "__len__") else "unknown number of"
-    held = getattr(dataset, "indices", None)
-    which = "" if held is None else f" ({_hash([int(index) for index in held])})"
+    indices = getattr(dataset, "indices", None)
+    which = "" if indices is None else f" ({_hash([int(index) for index in indices])})"
     return f"{size} samples{which} in batches of {getattr(loader, 'batch_size', None)}"
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from lightning import __version__ as lightning_version
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -37,7 +38,8 @@ from fedlightning.client.requests import Fit, LocalSettings
 from fedlightning.client.trainer_context import (
     ClientLogger,
     DataModuleView,
-    KeepingVisitCallback,
+    EndsByEpochs,
+    EndsBySteps,
     TrainerContext,
     VisitCallback,
     phase_address,
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
 def optimizers_of(module: LightningModule) -> list[Optimizer]:
     """The optimizers a module configures; empty where it needs a running trainer to tell."""
     try:
-        made = configured(module)
+        configuration = configured(module)
     except (RuntimeError, AttributeError):  # it needs a trainer, or what `setup` and other hooks of a fit make
         return []
     except (ValueError, TypeError) as error:
@@ -67,19 +69,21 @@ def optimizers_of(module: LightningModule) -> list[Optimizer]:
             f"{type(module).__name__}.configure_optimizers fails: {' '.join(str(error).split()).rstrip('.')} "
             f"({type(error).__name__})."
         ) from error
-    if made is None and module.automatic_optimization:  # a module that optimizes manually may move its entries itself
+    if (
+        configuration is None and module.automatic_optimization
+    ):  # a module that optimizes manually may move its entries itself
         raise ConfigurationError(
             f"{type(module).__name__}.configure_optimizers returns nothing, so nothing would train. Return an optimizer."
         )
-    found = optimizers_in(made)
-    for optimizer in found:
+    optimizers = optimizers_in(configuration)
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name, value in group.items():
                 if isinstance(value, float) and not math.isfinite(value):
                     raise ConfigurationError(
                         f"{type(optimizer).__name__} of {type(module).__name__} has {name}={value}; it must be finite."
                     )
-    return found
+    return optimizers
 
 
 def have_memory(module: LightningModule) -> bool | None:
@@ -88,11 +92,11 @@ def have_memory(module: LightningModule) -> bool | None:
     Only then does it matter whether they are kept from visit to visit. `None`: it cannot be told without a trainer.
     """
     try:
-        made = configured(module)
+        configuration = configured(module)
     except Exception:  # it may ask for a trainer in any way; the run itself has worked
         return None
-    optimizers = optimizers_in(made)
-    if schedulers_in(made):
+    optimizers = optimizers_in(configuration)
+    if schedulers_in(configuration):
         return True
     return any(
         type(optimizer) is not SGD or any(group.get("momentum") for group in optimizer.param_groups)
@@ -117,8 +121,13 @@ def schedulers_in(value: Any) -> list[LRScheduler]:
 
 UNLIMITED = -1
 UNKNOWN = float("inf")
-OF_MODULE = ("state_dict", LightningModule.CHECKPOINT_HYPER_PARAMS_KEY)
-"""Entries of a checkpoint that the module itself has: they are not kept between visits."""
+REBUILT = frozenset((
+    "epoch", "global_step", "pytorch-lightning_version", "loops", "state_dict",
+    *(getattr(LightningModule, f"CHECKPOINT_HYPER_PARAMS_{part}") for part in ("NAME", "KEY", "TYPE")),
+))  # fmt: skip
+"""Entries of Lightning's checkpoint that follow from the module and from the counts of a record; they are not kept."""
+IN_MEMORY = "memory"
+"""The `ckpt_path` of a fit that goes on."""
 
 
 class InMemoryCheckpointIO(CheckpointIO):
@@ -156,21 +165,15 @@ class LightningFitter:
     def fit(self, job: FitJob) -> Trainer:
         """Train the client's module in place."""
         client, visit, settings, loader, val_loader = job.client, job.visit, job.settings, job.loader, job.val_loader
-        callbacks, inside, phase = job.callbacks, job.inside, job.phase
-        record = client.record.lightning[phase.name]
-        keep = settings.optimizer_state == "keep"
+        callbacks, inside = job.callbacks, job.inside
+        record, keep = job.record, job.keeps
         arguments = {key: copy.deepcopy(value) for key, value in settings.trainer_arguments.items()}
-        memory = InMemoryCheckpointIO(_resumable(record.get("checkpoint"), client.module) if keep else None)
+        memory = InMemoryCheckpointIO()
         plugins = arguments.pop("plugins", None) or []
         plugins = [*plugins] if isinstance(plugins, list | tuple) else [plugins]
         if keep:
             plugins.append(memory)
-        in_epochs = visit.unit == "epochs"
-        epochs_before = int(record.get("epochs", 0)) if keep else 0
-        limit = visit.work
-        if keep:
-            horizon = settings.max_rounds * (settings.work if phase.work is None else phase.work)
-            limit = max(horizon, int(record.get("epochs" if in_epochs else "steps", 0)) + visit.work)
+        in_epochs, limit = visit.unit == "epochs", job.limit
         if val_loader is None:
             arguments["limit_val_batches"] = 0  # Lightning would take the module's own val_dataloader
         elif not in_epochs and arguments.get("val_check_interval") is None:
@@ -198,7 +201,9 @@ class LightningFitter:
             )
             # A visit ends its last epoch, even early. With a step limit Lightning would continue inside that epoch.
             trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
-            job.start_sampler(epochs_before, trainer.global_rank, trainer.world_size)
+            job.start_sampler(job.epochs_before, trainer.global_rank, trainer.world_size)
+            if keep and "checkpoint" in record:
+                memory.checkpoint = _resumable(record, trainer, client.module)
             vars(trainer)["datamodule"] = inside.datamodule
             client.scratch["trainer"] = trainer
             try:
@@ -206,7 +211,7 @@ class LightningFitter:
                     client.module,
                     train_dataloaders=loader,
                     val_dataloaders=val_loader,
-                    ckpt_path="memory" if keep and memory.checkpoint is not None else None,
+                    ckpt_path=IN_MEMORY if keep and memory.checkpoint is not None else None,
                 )
             except BaseException:
                 # Lightning stops the profiler of a fit that ends well only. Two of torch's that run at once end the process.
@@ -216,11 +221,14 @@ class LightningFitter:
             for check in self._checks:
                 check(trainer.fit_loop.epoch_loop, "training_step", client.module, loader, expected)
                 check(trainer.fit_loop.epoch_loop.val_loop, "validation_step", client.module, val_loader)
-            vars(trainer)["datamodule"] = None  # its hyper-parameters are no part of what the client keeps
+            vars(trainer)["datamodule"] = None  # its hyper-parameters are not part of what the client keeps
             if keep:
-                trainer.save_checkpoint("memory")
+                trainer.save_checkpoint(IN_MEMORY)
+                saved = memory.checkpoint or {}
                 record["epochs"], record["steps"] = trainer.current_epoch, trainer.global_step
-                record["checkpoint"] = {k: v for k, v in (memory.checkpoint or {}).items() if k not in OF_MODULE}
+                record["batches"] = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+                record["windows"] = saved["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
+                record["checkpoint"] = {name: value for name, value in saved.items() if name not in REBUILT}
         left = vars(client.module).get("forward")
         if getattr(left, "__func__", None) is type(client.module).forward:
             del client.module.forward  # under DDP Lightning leaves the bound method on the instance
@@ -245,12 +253,26 @@ class LightningFitter:
         getattr(trainer, "callbacks", []).clear()
 
 
-def _resumable(checkpoint: dict[str, Any] | None, module: LightningModule) -> dict[str, Any] | None:
-    """Return a copy of the kept checkpoint with the module's present weights; optimizers edit their state in place."""
-    if checkpoint is None:
-        return None
-    own = (module.state_dict(), dict(module.hparams))
-    return copy.deepcopy(checkpoint) | dict(zip(OF_MODULE, own, strict=True))
+def _resumable(record: Mapping[str, Any], trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Return Lightning's checkpoint of what a client keeps and of its module; optimizers edit their state in place.
+
+    The progress of the loops is that of a fit that has ended with a whole epoch.
+    """
+    loops = trainer.fit_loop.state_dict()
+    manual = "epoch_loop.manual_optimization.optim_step_progress"
+    steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    counts = [(loops["epoch_progress"], "epochs"), (loops["epoch_loop.batch_progress"], "batches")]
+    for progress, name in (*counts, (steps if module.automatic_optimization else loops[manual], "steps")):
+        for counters in (progress["total"], progress["current"]):
+            counters.update(dict.fromkeys(counters, record.get(name, 0)))
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = record.get("windows", 0)
+    clocks = {"epoch": record["epochs"], "global_step": record["steps"], "pytorch-lightning_version": lightning_version}
+    return copy.deepcopy(clocks | of_module(module) | record["checkpoint"]) | {"loops": {"fit_loop": loops}}
+
+
+def of_module(module: LightningModule) -> dict[str, Any]:
+    """Return the entries of a checkpoint that a module has itself."""
+    return {"state_dict": module.state_dict(), LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: dict(module.hparams)}
 
 
 @dataclass(frozen=True)
@@ -278,6 +300,29 @@ class FitJob:
     inside: TrainerContext
     phase: Phase
     val_loader: Any
+
+    @property
+    def keeps(self) -> bool:
+        """Whether optimizers, their schedules and their clocks go on from visit to visit."""
+        return self.settings.optimizer_state == "keep"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the client keeps of fits of this phase."""
+        return self.client.record.lightning[self.phase.name]
+
+    @property
+    def epochs_before(self) -> int:
+        """Epochs that the clocks count before this fit."""
+        return int(self.record.get("epochs", 0)) if self.keeps else 0
+
+    @property
+    def limit(self) -> int:
+        """Epochs or steps at which the Trainer ends: where clocks go on, those of the whole federation."""
+        if not self.keeps:
+            return self.visit.work
+        horizon = self.settings.max_rounds * (self.settings.work if self.phase.work is None else self.phase.work)
+        return max(horizon, int(self.record.get(self.visit.unit, 0)) + self.visit.work)
 
 
 class Fitter(Protocol):
@@ -362,8 +407,8 @@ class LossTermMixin(Mixin):
 
     def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the step's output with its loss replaced. A skipped batch (`None`) stays skipped."""
-        terms: _Terms = vars(self)["loss_terms"]
-        client, callbacks = terms.client, terms.callbacks
+        loss_terms: _Terms = vars(self)["loss_terms"]
+        client, callbacks = loss_terms.client, loss_terms.callbacks
         module = cast(LightningModule, self)
         batch = args[0] if args else kwargs["batch"]
         taps = {callback.key: callback.feature_taps(module) for callback in callbacks}
@@ -430,8 +475,9 @@ def _fit(
     client, phase, work = request.client, request.phase, request.work
     callbacks, settings = runner.callbacks, runner.settings
     record = client.record.lightning.setdefault(phase.name, {})
-    manual_steps = not client.module.automatic_optimization and (phase.unit or settings.unit) == "steps"
-    kind = KeepingVisitCallback if settings.optimizer_state == "keep" or manual_steps else VisitCallback
+    keeps, by_steps = settings.optimizer_state == "keep", (phase.unit or settings.unit) == "steps"
+    ends = keeps or (by_steps and not client.module.automatic_optimization)
+    kind = VisitCallback if not ends else EndsBySteps if by_steps else EndsByEpochs
     visit = kind(client, callbacks, settings, phase, work)
     ordinary = [copy.deepcopy(callback) for callback in settings.callbacks]
     ordinary = [callback for callback in ordinary if _in_own_folder(callback, client.id, inside.folder)]
@@ -445,8 +491,8 @@ def _fit(
     validates, name = val_loader is not None, type(client.module).__name__
     own_loss = nullcontext() if phase.is_task else phase_loss(client, phase)
     acting_terms = select_active_callbacks(callbacks.loss_terms(), phase)
-    terms = loss_terms(client, acting_terms) if acting_terms else nullcontext()
-    with own_loss, terms, nan_where_undefined(client.module):
+    with_terms = loss_terms(client, acting_terms) if acting_terms else nullcontext()
+    with own_loss, with_terms, nan_where_undefined(client.module):
         try:
             trainer = fitter.fit(job)
         except (Exception, Restart) as error:
@@ -459,7 +505,7 @@ def _fit(
     batches = trainer.num_training_batches
     states = {callback.state_key: callback.state_dict() for callback in ordinary}
     record["callbacks"] = {key: state for key, state in states.items() if state}
-    if phase.loss is None:  # else it is no metric of the task
+    if phase.loss is None:  # else it is not a metric of the task
         client.metrics |= numbers(trainer.callback_metrics, client.module)
     fitter.release(trainer)
     if visit.attempts == 0 and work > 0 and client.module.automatic_optimization and batches:
@@ -521,9 +567,9 @@ def _in_own_folder(callback: Callback, client: str, folder: str | None) -> bool:
     """Give a checkpoint callback the client's own folder; return False if the run writes nothing, so that it is left out."""
     if not isinstance(callback, Checkpoint):
         return True
-    given = getattr(callback, "dirpath", None)
-    if given is not None:
-        callback.dirpath = os.path.join(given, file_name_of(client))  # type: ignore[attr-defined]
+    folder_of_user = getattr(callback, "dirpath", None)
+    if folder_of_user is not None:
+        callback.dirpath = os.path.join(folder_of_user, file_name_of(client))  # type: ignore[attr-defined]
     elif folder is not None and hasattr(callback, "dirpath"):
         callback.dirpath = os.path.join(folder, "checkpoints")
-    return given is not None or folder is not None
+    return folder_of_user is not None or folder is not None

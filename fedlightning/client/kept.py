@@ -139,9 +139,9 @@ class Kept:
     def _wait(self, values: Iterable[Any], place: str) -> None:
         self._waiting += [(value, place) for value in values if type(value) not in ATOMIC]
 
-    def _note(self, owner: Any, place: str, own: frozenset[str] = frozenset()) -> None:
+    def _note(self, owner: Any, place: str, left_out: frozenset[str] = frozenset()) -> None:
         attributes = getattr(owner, "__dict__", {})
-        before = {name: attributes[name] for name in attributes.keys() - own}
+        before = {name: attributes[name] for name in attributes.keys() - left_out}
         self._records.append((_attributes, owner, before, f"an attribute of {place}"))
         for name, value in before.items():  # what a metric's names begin with an underscore never changes in place
             if type(value) not in ATOMIC and not (name[0] == "_" and isinstance(owner, Metric)):

@@ -7,7 +7,7 @@ logged: a monitored metric that training did not log asks for validation. The vi
 validation on the client's own data, as all that follow are (:func:`~fedlightning.client.visit.carry_out`); a visit has
 changed nothing before it ends.
 
-Metrics of torchmetrics that are not defined on a client's data: NaN in the place of the number that torchmetrics gives.
+Metrics of torchmetrics that are not defined on a client's data: NaN in place of the number that torchmetrics gives.
 
 On labels of one class torchmetrics returns 0 for the area under a ROC curve, and a recall of 0 for a class that no sample
 has. Such numbers would enter the means over clients. Inside :func:`nan_where_undefined` the metric objects of a module
@@ -45,22 +45,24 @@ def nan_where_undefined(module: nn.Module) -> Iterator[None]:
     """Within the block, the metrics of a module compute NaN where they are not defined on the data that they have seen."""
     with ExitStack() as stack:
         for metric in _metrics_of(module):
-            own = vars(metric)
-            if "compute" in own:  # else `compute` is the class's own, as in arithmetic with metrics: its parts are here
-                stack.callback(own.__setitem__, "compute", own["compute"])
-                own["compute"] = _marked(metric, own["compute"])
+            attributes = vars(metric)
+            if (
+                "compute" in attributes
+            ):  # else `compute` is the class's own, as in arithmetic with metrics: its parts are here
+                stack.callback(attributes.__setitem__, "compute", attributes["compute"])
+                attributes["compute"] = _marked(metric, attributes["compute"])
         yield
 
 
 def _metrics_of(module: nn.Module) -> list[Metric]:
     """Return the metrics of a module, also those that it holds in plain lists and dictionaries."""
-    found = {id(child): child for child in module.modules() if isinstance(child, Metric)}
+    metrics = {id(child): child for child in module.modules() if isinstance(child, Metric)}
     for value in vars(module).values():
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        for one in inside:
-            if isinstance(one, nn.Module) and value is not module._modules:
-                found |= {id(child): child for child in one.modules() if isinstance(child, Metric)}
-    return list(found.values())
+        for entry in inside:
+            if isinstance(entry, nn.Module) and value is not module._modules:
+                metrics |= {id(child): child for child in entry.modules() if isinstance(child, Metric)}
+    return list(metrics.values())
 
 
 def _marked(metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,10 +78,10 @@ def _marked(metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             value = compute(*args, **kwargs)
-        undefined = [one for one in caught if WARNS.search(str(one.message))]
-        for one in caught:
-            if one not in undefined:
-                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        undefined = [warning for warning in caught if WARNS.search(str(warning.message))]
+        for warning in caught:
+            if warning not in undefined:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         is_scalar = isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
         return torch.full_like(value, torch.nan) if undefined and is_scalar else value
 
@@ -146,9 +148,9 @@ def _positives_and_negatives(metric: Any) -> tuple[Tensor, Tensor]:
         return counts[..., 1], counts[..., 0]
     target = dim_zero_cat(metric.target)
     if isinstance(metric, classification.MulticlassPrecisionRecallCurve):
-        known = target.flatten()[(target.flatten() >= 0) & (target.flatten() < metric.num_classes)].long()
+        classes = target.flatten()[(target.flatten() >= 0) & (target.flatten() < metric.num_classes)].long()
         if getattr(metric, "average", None) != "micro":  # else the targets are of every sample and class already
-            counts = torch.bincount(known, minlength=metric.num_classes)
+            counts = torch.bincount(classes, minlength=metric.num_classes)
             return counts, counts.sum() - counts
     if isinstance(metric, classification.MultilabelPrecisionRecallCurve):
         return (target == 1).sum(0), (target == 0).sum(0)
@@ -332,7 +334,7 @@ def require(trainer: Any, module: str, validates: bool, error: BaseException | N
 
 
 class NotOneNumberError(ValueError):
-    """A module logs under a name what is no single number."""
+    """A module logs under a name what is not a single number."""
 
     WAY_OUT = "Log its mean, or a number for each class (torchmetrics.ClasswiseWrapper)"
 

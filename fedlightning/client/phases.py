@@ -1,4 +1,4 @@
-"""Phases beyond the task: a loss of their own in the place of `training_step`, and batches paired with targets.
+"""Phases beyond the task: a loss of their own in place of `training_step`, and batches paired with targets.
 
 Phases that train a part of a module.
 """
@@ -52,8 +52,8 @@ def only_training(module: LightningModule, names: tuple[str, ...]) -> Iterator[N
             parameter.requires_grad_(was_required[name] and name in chosen)
             parameter.grad = None
         for path, child in module.named_modules():
-            own = [name for name in entries if name.startswith(f"{path}.")]
-            if path and own and not any(name in chosen for name in own):
+            entries_below = [name for name in entries if name.startswith(f"{path}.")]
+            if path and entries_below and not any(name in chosen for name in entries_below):
                 child.eval()
         yield
     finally:
@@ -83,7 +83,9 @@ class PairedBatchMixin(Mixin):
             return call(*args, **kwargs)
         targets = pair.targets
         if name == "transfer_batch_to_device":
-            targets = targets.to(next((one for one in rest if isinstance(one, torch.device)), None) or kwargs["device"])
+            targets = targets.to(
+                next((argument for argument in rest if isinstance(argument, torch.device)), None) or kwargs["device"]
+            )
         return PairedBatch(call(pair.batch, *rest, **kwargs), targets)
 
 
@@ -92,11 +94,11 @@ class PhaseLossMixin(Mixin):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of the phase on a batch."""
-        own: _PhaseLoss = vars(self)["phase_loss"]
-        loss = own.phase.loss(own.client, cast(LightningModule, self), batch, batch_idx)  # type: ignore[misc]
+        phase_loss: _PhaseLoss = vars(self)["phase_loss"]
+        loss = phase_loss.phase.loss(phase_loss.client, cast(LightningModule, self), batch, batch_idx)  # type: ignore[misc]
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ValueError(f"the loss of phase '{own.phase.name}' is {what}; return a tensor with one number")
+            raise ValueError(f"the loss of phase '{phase_loss.phase.name}' is {what}; return a tensor with one number")
         return loss
 
 
@@ -119,7 +121,7 @@ def phase_loss(client: Client, phase: Phase) -> Iterator[None]:
     module: LightningModule = client.module
     if phase.loss is not None and not module.automatic_optimization:
         raise ValueError(
-            f"phase '{phase.name}' minimises a loss of its own in the place of training_step, but "
+            f"phase '{phase.name}' minimises a loss of its own in place of training_step, but "
             f"{user_class(module).__name__} optimizes manually inside training_step. Use automatic optimization."
         )
     with mixed(module, PairedBatchMixin):

@@ -122,10 +122,10 @@ def sample_losses(
                 except NoLossError as error:
                     losses.append(torch.tensor(torch.nan, device=module.device))
                     skipped = error
-    found = torch.stack(losses).cpu().double() if losses else torch.empty(0, dtype=torch.float64)
-    if skipped is not None and not (gaps and found.isfinite().any()):
+    stacked = torch.stack(losses).cpu().double() if losses else torch.empty(0, dtype=torch.float64)
+    if skipped is not None and not (gaps and stacked.isfinite().any()):
         raise skipped
-    return found
+    return stacked
 
 
 def _sample(values: Tensor, place: int) -> Tensor:
@@ -253,8 +253,8 @@ def device_of(module: nn.Module) -> torch.device:
         >>> device_of(nn.Linear(1, 1))
         device(type='cpu')
     """
-    held = next(module.parameters(), next(module.buffers(), None))
-    return torch.device("cpu") if held is None else held.device
+    tensor = next(module.parameters(), next(module.buffers(), None))
+    return torch.device("cpu") if tensor is None else tensor.device
 
 
 def outputs(
@@ -274,7 +274,7 @@ def outputs(
         >>> rows.shape
         torch.Size([5, 2])
     """
-    home, found = device_of(module), list[Tensor]()
+    home, row_blocks = device_of(module), list[Tensor]()
     try:
         module.to(device)
         with (
@@ -293,7 +293,7 @@ def outputs(
                     raise ValueError(
                         f"outputs(forward=...) returned {what}; return a tensor with a row for each sample."
                     )
-                found.append(rows.to("cpu", torch.promote_types(rows.dtype, torch.float32)))
+                row_blocks.append(rows.to("cpu", torch.promote_types(rows.dtype, torch.float32)))
     finally:
         module.to(home)
-    return torch.cat(found) if found else torch.empty(0)
+    return torch.cat(row_blocks) if row_blocks else torch.empty(0)

@@ -56,7 +56,7 @@ class VisitWork:
         lr_sums: By parameter name, the sum of its learning rate over these steps.
         gradient_weights: By parameter name, the sum of the weights with which SGD has added up the gradients of these
             steps: the distance it would have moved had every gradient been 1. With momentum this is more than
-            :attr:`lr_sums`. A parameter that another optimizer moves has none: its movement is no sum of gradients.
+            :attr:`lr_sums`. A parameter that another optimizer moves has none: its movement is not a sum of gradients.
     """
 
     contributed: bool | None = None
@@ -115,12 +115,12 @@ def fold(tree: Any, base: State) -> Any:
 
 
 def _is_of(base: State, key: Any, value: Any) -> bool:
-    own = base.get(key) if isinstance(value, Tensor) else None
-    return own is not None and value.numel() > 0 and is_same(value, own)
+    entry = base.get(key) if isinstance(value, Tensor) else None
+    return entry is not None and value.numel() > 0 and is_same(value, entry)
 
 
 def unfold(tree: Any, base: State) -> Any:
-    """Return a tree with the entries of `base` in the place of empty tensors of their names; see :func:`fold`."""
+    """Return a tree with the entries of `base` in place of empty tensors of their names; see :func:`fold`."""
     if isinstance(tree, list):
         return [unfold(value, base) for value in tree]
     if not isinstance(tree, dict):

@@ -234,11 +234,11 @@ def score_or_miss(runner: ClientRuntime, request: ScoreRequest) -> Scores:
 def score_in_turn(runner: ClientRuntime, scoring: Scoring[Answer]) -> Answer:
     """Carry out one scoring task, one request after another."""
     try:
-        found = [scores for series in _series(next(scoring)) for scores in _score_series(runner, series)]
+        scores_in_turn = [scores for series in _series(next(scoring)) for scores in _score_series(runner, series)]
     except BaseException as error:  # the task may have a client open
         scoring.throw(error)
         raise
-    return finish(scoring, found)
+    return finish(scoring, scores_in_turn)
 
 
 LONGEST = 128
@@ -248,12 +248,12 @@ LONGEST = 128
 def _series(requests: Iterable[ScoreRequest]) -> Iterator[list[ScoreRequest]]:
     """Yield requests in a row of one model; a loader that is more than indices into data in memory comes alone."""
     series: list[ScoreRequest] = []
-    for one in requests:
-        light = type(one.loader) is DataLoader and type(one.loader.dataset) is IndexView
-        if series and not (light and one.module is series[0].module and one.split == series[0].split):
+    for request in requests:
+        light = type(request.loader) is DataLoader and type(request.loader.dataset) is IndexView
+        if series and not (light and request.module is series[0].module and request.split == series[0].split):
             yield series
             series = []
-        series.append(one)
+        series.append(request)
         if not light or len(series) == LONGEST:
             yield series
             series = []
@@ -265,17 +265,17 @@ def _score_series(runner: ClientRuntime, series: list[ScoreRequest]) -> Iterator
     """Yield the scores of requests for one model."""
     rest = series
     while rest:
-        found: list[Scores] = []
+        scores: list[Scores] = []
         failed: Exception | None = None
         if len(rest) > 1:
-            first, loaders = rest[0], [one.loader for one in rest]
+            first, loaders = rest[0], [request.loader for request in rest]
             with isolated():
                 try:
-                    runner.scorer.score_each(first.module, loaders, first.split, partial(_start, runner, rest), found)
+                    runner.scorer.score_each(first.module, loaders, first.split, partial(_start, runner, rest), scores)
                 except Exception as error:
                     failed = error
-            yield from found
-        rest = rest[len(found) :]
+            yield from scores
+        rest = rest[len(scores) :]
         if rest:
             yield score_one(runner, rest[0]) if failed is None else MissingScores(failed)
             rest = rest[1:]

@@ -47,7 +47,7 @@ class Evaluator(Protocol):
         loaders: Iterable[DataLoader[Any]],
         testing: bool,
         start: Callable[[int], None],
-        found: list[dict[str, float]],
+        scores: list[dict[str, float]],
     ) -> None:
         """Append the scores of one module on each of many loaders, as :meth:`Scorer.score_each` does."""
 
@@ -135,7 +135,7 @@ class Scorer:
         loaders: Iterable[DataLoader[Any]],
         split: str,
         start: Callable[[int], None],
-        found: list[dict[str, float]],
+        scores: list[dict[str, float]],
     ) -> None:
         """Score one module on each of many loaders, as :meth:`score` would, at less cost for each.
 
@@ -143,8 +143,8 @@ class Scorer:
         """
         testing = split == "test" and is_overridden("test_step", module)
         for evaluator in self.evaluators:
-            if not found:
-                evaluator.evaluate_each(module, loaders, testing, start, found)
+            if not scores:
+                evaluator.evaluate_each(module, loaders, testing, start, scores)
 
     def set_up(self, module: LightningModule) -> None:
         """Show the data module, and call the `setup` of a fit where a module may rest on it and had none.
@@ -257,9 +257,9 @@ class ClientRuntime:
 
     def beside(self, blueprint: Blueprint) -> ClientRuntime:
         """Return a runner of another blueprint on the same data."""
-        made = ClientRuntime(blueprint, self.data, self.left_out, self.together, self.folder)
-        made._described = self._described
-        return made
+        runtime = ClientRuntime(blueprint, self.data, self.left_out, self.together, self.folder)
+        runtime._described = self._described
+        return runtime
 
     @property
     def described(self) -> DataSummary:

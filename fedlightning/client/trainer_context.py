@@ -207,10 +207,10 @@ class VisitCallback(Callback):
             moved |= bool(moves.names)
             if type(optimizer) is not SGD:
                 self._not_sgd.update(moves.names)
-        told = id(optimizer) in self._announced
+        is_announced = id(optimizer) in self._announced
         self._announced.discard(id(optimizer))
-        self._past_lightning |= moved and not told
-        self.attempts += index == 0 and not told
+        self._past_lightning |= moved and not is_announced
+        self.attempts += index == 0 and not is_announced
         self._others += index != 0 and moved
         self.steps += index == 0 and moved  # a training_step that returned None moves nothing
         if moved:
@@ -257,20 +257,19 @@ class VisitCallback(Callback):
             self.gradient_weights.pop(name, None)
 
 
-class KeepingVisitCallback(VisitCallback):
-    """Ends a visit where the Trainer's own limit does not.
-
-    Under `optimizer_state="keep"` that is the horizon of the whole federation; under manual optimization it counts only the
-    steps that go through Lightning.
-    """
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self.unit == "steps" and (self.attempts or self._others) >= self.work:
-            trainer.should_stop = True
+class EndsByEpochs(VisitCallback):
+    """Ends a visit after its epochs where the Trainer's own limit is the horizon of the whole federation."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.unit == "epochs":
-            trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
+        trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
+
+
+class EndsBySteps(VisitCallback):
+    """Ends a visit after its steps: there, and under manual optimization, whose limit counts steps through Lightning only."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if (self.attempts or self._others) >= self.work:
+            trainer.should_stop = True
 
 
 def scale_learning_rates(optimizers: Iterable[Optimizer], schedulers: Iterable[Any], factor: float) -> None:
@@ -307,7 +306,11 @@ def refuse_unseen(callbacks: Iterable[FederatedCallback], module: LightningModul
         UnseenStepsError: If one of them corrects gradients or counts steps that nobody sees, or the trainer counts these.
     """
     uncounted = not visit.steps and not visit.lr_sums
-    going = [one.key for one in callbacks if one.claims("correct_gradient") or (uncounted and one.facts.counts_steps)]
+    going = [
+        callback.key
+        for callback in callbacks
+        if callback.claims("correct_gradient") or (uncounted and callback.facts.counts_steps)
+    ]
     going += ["local_steps"] if uncounted and unit == "steps" else []
     if going:
         raise UnseenStepsError(

@@ -62,7 +62,7 @@ def open_client(
     client = Client(runner, copy.copy(message), record.unfolded(base), module, entries)
     client.evaluating = evaluating
     client.received, client.message.state = sent, dict(sent)
-    covering = next((one.key for one in runner.callbacks.protecting if one.covers_training), "")
+    covering = next((callback.key for callback in runner.callbacks.protecting if callback.covers_training), "")
     client.withhold_data("" if evaluating else covering)
     bind(runner, client)
     try:
@@ -131,7 +131,7 @@ def _drive(runner: ClientRuntime, steps: VisitSteps) -> tuple[Update, ClientReco
                 if isinstance(request, Fit):
                     result = fit(runner, request)
                 else:  # random draws continue from those of the fit
-                    result = [score_or_miss(runner, one) for one in request.requests]
+                    result = [score_or_miss(runner, score_request) for score_request in request.requests]
             except BaseException as error:  # an interrupt too: the visit closes its client
                 request = steps.throw(error)
             else:
@@ -195,8 +195,8 @@ def _train(runner: ClientRuntime, client: Client, loader: Any) -> Generator[Fit,
         if phase.start is not None:
             load_state(client.module, phase.start)
         message = client.message
-        given = (phase.work, message.work, runner.settings.work)
-        work = next(amount for amount in given if amount is not None)
+        amounts = (phase.work, message.work, runner.settings.work)
+        work = next(amount for amount in amounts if amount is not None)
         fitted: FitResult = yield Fit(client, message, phase, work, loader)
         loader = None  # each of the other phases begins with a new one
         runner.callbacks.event("check_fit", client)
@@ -267,12 +267,12 @@ def _send(runner: ClientRuntime, client: Client, update: Update) -> None:
 def _take_declared(client: Client, callback: FederatedCallback, seen: Update, update: Update) -> None:
     """Take into an update what a callback declares of what it has made of a copy; the rest is nothing, and that is said."""
     declared = callback.wire(client.module).up
-    made = seen.extras.get(callback.key, {})
-    if extras := {name: value for name, value in made.items() if name in declared}:
+    sent = seen.extras.get(callback.key, {})
+    if extras := {name: value for name, value in sent.items() if name in declared}:
         update.extras[callback.key] = extras
     if seen.model == client.message.tag:
         update.model = seen.model
-    same = len(made) == len(extras) and seen.extras.keys() <= {callback.key}
+    same = len(sent) == len(extras) and seen.extras.keys() <= {callback.key}
     if not same or seen.evaluations or seen.gaps or not equal(seen.state, update.state):
         warn(
             f"Round {client.round + 1}: what {callback.key} makes of an update in on_send is set to nothing: the noise is in "
@@ -311,9 +311,9 @@ def _evaluate(
                 places.append((data, split))
                 seed = (runner.settings.seed, client.visit, client.id, "score", stage, split, data)
                 requests.append(ScoreRequest(module, loader, split, seed, client.id))
-    found: list[Scores] = (yield Score(client, requests)) if requests else []
+    scored: list[Scores] = (yield Score(client, requests)) if requests else []
     rows: list[Evaluation] = []
-    for (data, split), request, scores in zip(places, requests, found, strict=True):
+    for (data, split), request, scores in zip(places, requests, scored, strict=True):
         if isinstance(scores, MissingScores):
             update.gaps.append((stage, data, split, scores.reason))
             continue
@@ -357,9 +357,9 @@ def _refuse_other_means(client: Client, key: str, extras: Mapping[str, Any]) -> 
     """Refuse means by class that a callback has made itself, where another one covers them with noise."""
     for name, value in extras.items():
         covered = client.covered_means
-        rows = [one.to(value) for one in covered.values()]
+        rows = [mean.to(value) for mean in covered.values()]
         if value.dtype.is_floating_point:
-            same = all(any(torch.equal(row, one) for one in rows) for row in value)
+            same = all(any(torch.equal(row, mean) for mean in rows) for row in value)
         else:
             same = set(value.flatten().tolist()) <= covered.keys()
         if not same:

@@ -217,7 +217,7 @@ def look_up(path: Any, trust: Trust = False, called: bool = False) -> Any:
     elif not called and isinstance(target, type):
         reason = forbidden(target) or ""
     else:
-        reason = "" if called else "is no class"
+        reason = "" if called else "is not a class"
     if reason:
         raise UntrustedError(
             f"it names {module}.{name}, which {reason}. If you trust the file, say so with trust=['{module}']"
@@ -239,7 +239,7 @@ def plain_kind(path: Any, kind: type) -> Any:
 def _parts(path: Any) -> tuple[str, str]:
     module, _, name = path.partition(":") if isinstance(path, str) else ("", "", "")
     if not module or not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
-        raise ValueError(f"{path!r:.200} is no name of a class")
+        raise ValueError(f"{path!r:.200} is not a name of a class")
     return module, name
 
 
@@ -258,7 +258,7 @@ def _found(module: str, name: str, imported: bool) -> Any:
     target: Any = sys.modules[module]
     for depth, part in enumerate(name.split(".")):
         if depth and not isinstance(target, type):
-            raise UntrustedError(f"it names {module}.{name}, which is no class and no function")
+            raise UntrustedError(f"it names {module}.{name}, which is neither a class nor a function")
         target = vars(target).get(part)
         if target is None:
             raise ValueError(f"{module} has no {name}")

@@ -36,7 +36,7 @@ class Limits:
 
     Attributes:
         num_bytes: Length of a message.
-        header_bytes: Length of its header: names, shapes, and all values that are no tensors.
+        header_bytes: Length of its header: names, shapes, and all values that are not tensors.
         tensors: Number of its tensors.
         values: Number of its values: each entry of a list or dict counts.
         depth: Levels of lists and dicts in one another.
@@ -141,7 +141,7 @@ def _header(written: bytearray) -> dict[str, Any]:
     try:
         header = json.loads(written.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"its header is no JSON ({' '.join(str(error).split()):.200})") from None
+        raise UnreadableError(f"its header is not JSON ({' '.join(str(error).split()):.200})") from None
     if not isinstance(header, dict):
         raise UnreadableError("its header holds no entries")
     return header
@@ -188,7 +188,7 @@ def _place(name: str, entry: Any, available: int) -> tuple[torch.dtype, tuple[in
         any(type(size) is not int or size < 0 or size >= MOST_ELEMENTS for size in whole)
         or len(shape) > MOST_DIMENSIONS
     ):
-        raise UnreadableError(f"shape or place of tensor {name} are no counts")
+        raise UnreadableError(f"shape or place of tensor {name} are not counts")
     # of an empty tensor too: torch multiplies the sizes that are not 0
     if math.prod(size or 1 for size in shape) >= MOST_ELEMENTS:
         raise UnreadableError(f"tensor {name} has no possible shape")

@@ -45,7 +45,7 @@ def from_tree(tree: Any, trust: Trust = False) -> Any:
     text, tensors = (tree.get("tree"), tree.get("tensors")) if type(tree) is dict else (None, None)
     if type(text) is not str or type(tensors) is not list:
         raise NotPlainError(
-            f"it holds a {type(tree).__name__} in the place of a module's text and tensors, as files of an earlier version "
+            f"it holds a {type(tree).__name__} in place of a module's text and tensors, as files of an earlier version "
             "do: export it again"
         )
     reader = _ObjectReader(tensors, trust)
@@ -102,7 +102,7 @@ class _ObjectReader(Reader):
     def _tensor(self, number: Any) -> Tensor:
         tensor = super()._tensor(number)
         if type(tensor) not in (Tensor, nn.Parameter) or tensor._backward_hooks:
-            raise NotPlainError(f"it holds a {type(tensor).__name__} that is no plain tensor")
+            raise NotPlainError(f"it holds a {type(tensor).__name__} that is not a plain tensor")
         check_attributes(tensor)
         return tensor
 
@@ -123,9 +123,9 @@ class _ObjectReader(Reader):
         cls = look_up(path, self.trust)
         mixins = [look_up(mixin, self.trust) for mixin in mixin_paths]
         if not isinstance(cls, type) or not all(isinstance(mixin, type) for mixin in mixins):
-            raise NotPlainError(f"{path} is no class")
+            raise NotPlainError(f"{path} is not a class")
         if mixins and not (issubclass(cls, nn.Module) and all(issubclass(mixin, Mixin) for mixin in mixins)):
-            raise NotPlainError(f"{path} is mixed with what is no mixin")
+            raise NotPlainError(f"{path} is mixed with what is not a mixin")
         instance = self._begun(remade(cls, mixins))
         state = self._value(tree)
         attributes, slots = state if isinstance(state, tuple) else (state, None)

@@ -30,7 +30,7 @@ from fedlightning.codec.values import BY_NAME, BY_TYPE, Collisions, enum_member,
 from fedlightning.storage.files import UnreadableError, replacing, sync
 
 PLAIN = (type(None), bool, float, str, complex, torch.dtype, torch.device, torch.Size)
-"""Types that are no code, and that `torch.load(weights_only=True)` gives back as they are; so it does with ints."""
+"""Types that are not code, and that `torch.load(weights_only=True)` gives back as they are; so it does with ints."""
 LONGEST = 2000
 """Bits of an int that its reader takes."""
 HASHED_THROUGH = (tuple, frozenset, slice)
@@ -39,7 +39,7 @@ so on, takes for ever."""
 
 
 HALF = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, which is no letter and in no UTF-8."""
+"""Half of a surrogate pair, which is not a letter, and in no UTF-8."""
 TOO_DEEP = "is a value that is nested too deeply"
 
 
@@ -83,7 +83,7 @@ class Writer:
         """Return the JSON of a value.
 
         Raises:
-            NotPlainError: With what is no plain value, and its place.
+            NotPlainError: With what is not a plain value, and its place.
         """
         try:
             return self._at(place, value)
@@ -234,7 +234,7 @@ def has_identity(value: Any) -> bool:
 
 
 def check_attributes(tensor: Tensor) -> None:
-    """Refuse a tensor with attributes of its own that are no plain values."""
+    """Refuse a tensor with attributes of its own that are not plain values."""
     for name, attribute in vars(tensor).items():
         if type(attribute) not in (*PLAIN, int):
             raise ValueError(f"is a tensor with an attribute '{name}', a {_kind_of(attribute)}")
@@ -495,7 +495,7 @@ class Reader:
         number, name, shape, stride, offset = content
         memory, dtype = self._tensor(number), BY_NAME["dtype"].whole(name)
         if memory.dtype is not torch.uint8 or memory.ndim != 1:
-            raise NotPlainError(f"its tensor {number} is no memory of others")
+            raise NotPlainError(f"its tensor {number} is not memory of others")
         whole = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
         view = whole.as_strided(shape, stride, offset)
         if self.kinds is not None and not (is_dense(view) and view.nbytes == memory.nbytes):
@@ -537,7 +537,7 @@ def _list(content: Any) -> list[Any]:
 
 def _float(content: Any) -> float:
     if content not in ("nan", "inf", "-inf"):
-        raise NotPlainError(f"it holds {content!r:.40}, which is no number")
+        raise NotPlainError(f"it holds {content!r:.40}, which is not a number")
     return float(content)
 
 
@@ -549,7 +549,7 @@ def _one_kind(pairs: list[tuple[str, Any]]) -> tuple[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _kind_of(value: Any) -> str:

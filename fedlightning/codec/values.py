@@ -1,4 +1,4 @@
-"""Values that are no code and that JSON does not hold: their parts, which are plain values and tensors, and the way back.
+"""Values that are not code and that JSON does not hold: their parts, which are plain values and tensors, and the way back.
 
 Keys that are made to be slow: a dict or set of many values with one hash takes quadratic time.
 """
@@ -148,7 +148,7 @@ def named_tuple(path: str, values: list[Any]) -> Any:
     """Return a named tuple, of a class that is imported already."""
     cls = plain_kind(path, tuple)
     if not hasattr(cls, "_fields") or len(cls._fields) != len(values):
-        raise ValueError(f"{path} is no named tuple of {len(values)} fields")
+        raise ValueError(f"{path} is not a named tuple of {len(values)} fields")
     return tuple.__new__(cls, values)
 
 
@@ -205,7 +205,7 @@ def _archived(value: torch.Tensor) -> torch.Tensor:
 def _from_archive(content: Any) -> torch.Tensor:
     tensor = read_tensors(io.BytesIO(bytes_in(content).data))
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise ValueError(f"a {type(tensor).__name__} is no tensor")
+        raise ValueError(f"a {type(tensor).__name__} is not a tensor")
     return cast(torch.Tensor, tensor)
 
 

@@ -52,16 +52,16 @@ def as_dict(row: Algorithm, with_options: bool) -> dict[str, Any]:
         row: The row.
         with_options: Whether its class is imported, for its options.
     """
-    found = asdict(row) | {"config": row.config}
-    return found | {"options": [asdict(option) for option in row.options()]} if with_options else found
+    fields = asdict(row) | {"config": row.config}
+    return fields | {"options": [asdict(option) for option in row.options()]} if with_options else fields
 
 
 def _chosen(names: Sequence[str]) -> list[Algorithm]:
     """Return the rows that names and patterns mean, each once; all of them for none."""
     if not names:
         return list(rows())
-    found = {one: _found(one) for name in names for one in _pattern(name) or [name]}
-    return list(found.values())
+    rows_by_name = {match: _found(match) for name in names for match in _pattern(name) or [name]}
+    return list(rows_by_name.values())
 
 
 def _pattern(name: str) -> list[str]:

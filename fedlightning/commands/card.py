@@ -44,17 +44,17 @@ model = fedlightning.load("checkpoints/global.ckpt", trust=["your_package"])  # 
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    made = Parser("card", "RUN", DESCRIPTION, EXAMPLES)
-    made.add_argument("run", metavar="RUN", help="folder of a finished run")
-    made.add_argument("--out", type=Path, metavar="DIR", help="folder to write to; default: RUN/card")
-    made.add_argument(
+    command = Parser("card", "RUN", DESCRIPTION, EXAMPLES)
+    command.add_argument("run", metavar="RUN", help="folder of a finished run")
+    command.add_argument("--out", type=Path, metavar="DIR", help="folder to write to; default: RUN/card")
+    command.add_argument(
         "--license", metavar="NAME", help="licence of the model, as the Hub writes it, such as apache-2.0"
     )
-    made.add_argument("--metric", default="accuracy", help="metric of the table by client; default: accuracy")
-    made.add_argument("--clients", action="store_true", help="copy the models of single clients too")
-    made.add_argument("--force", action="store_true", help="overwrite a card that is there")
-    made.add_argument("--json", action="store_true", help="print the files as one line of JSON too, the last one")
-    return made
+    command.add_argument("--metric", default="accuracy", help="metric of the table by client; default: accuracy")
+    command.add_argument("--clients", action="store_true", help="copy the models of single clients too")
+    command.add_argument("--force", action="store_true", help="overwrite a card that is there")
+    command.add_argument("--json", action="store_true", help="print the files as one line of JSON too, the last one")
+    return command
 
 
 def card(words: Sequence[str]) -> int:
@@ -116,13 +116,13 @@ def _names(summary: Mapping[str, Any]) -> str:
 
 def _algorithms(summary: Mapping[str, Any]) -> list[str]:
     """Return the callbacks of a run that the catalogue has."""
-    found = []
+    names = []
     for name in summary.get("callbacks", {}):
         try:
-            found.append(find(name).name)
+            names.append(find(name).name)
         except ValueError:  # a checkpoint, or a callback of the user's
             continue
-    return found
+    return names
 
 
 def _head(run: Run, metric: str, licence: str | None) -> str:
@@ -155,10 +155,10 @@ def _data(summary: Mapping[str, Any]) -> Iterator[str]:
     yield f"`{data.get('module', '?')}`, divided by `{data.get('partition', '?')}`.\n"
     if clients:
         sizes = sorted(client["train"] for client in clients)
-        held = {split: sum(client[split] for client in clients) for split in ("val", "test")}
+        samples = {split: sum(client[split] for client in clients) for split in ("val", "test")}
         yield (
             f"{len(clients)} clients with {sizes[0]} to {sizes[-1]} training samples ({sum(sizes)} in all), "
-            f"{held['val']} for validation, {held['test']} for test.\n"
+            f"{samples['val']} for validation, {samples['test']} for test.\n"
         )
 
 
@@ -170,29 +170,29 @@ def _methods(summary: Mapping[str, Any]) -> Iterator[str]:
     others = [name for name in summary.get("callbacks", {}) if name not in _algorithms(summary)]
     if others:
         yield f"Beside it: {', '.join(others)}.\n"
-    steps, terms = summary.get("local_steps_total"), summary.get("terms", {})
+    steps, agreed = summary.get("local_steps_total"), summary.get("terms", {})
     yield (
         f"{summary.get('rounds', '?')} rounds, {steps} local steps of all clients together, optimizers "
-        f"{'kept' if terms.get('optimizer_state') == 'keep' else 'made anew'} in every visit, seed {summary.get('seed')}.\n"
+        f"{'kept' if agreed.get('optimizer_state') == 'keep' else 'made anew'} in every visit, seed {summary.get('seed')}.\n"
     )
 
 
 def _scores(run: Run, metric: str) -> Iterator[str]:
     """Return a table by client: the deployed model and the global one, with intervals where they are shares."""
-    own, shared = run.scores(metric) or {}, run.scores(metric, model="global") or {}
-    if not own and not shared:
+    deployed, shared = run.scores(metric) or {}, run.scores(metric, model="global") or {}
+    if not deployed and not shared:
         yield f"The run has no test scores of {metric}.\n"
         return
     sizes = {name: client["test"] for name, client in run.summary.get("data", {}).get("clients", {}).items()}
     worst = min if higher_is_better(metric) else max
-    for model, scores in (("deployed", own), ("global", shared)):
+    for model, scores in (("deployed", deployed), ("global", shared)):
         values = [value for value in scores.values() if value is not None]
         if values:
             mean = sum(values) / len(values)
             yield f"Mean over clients, {model} model: {mean:.3f}; worst client {worst(values):.3f}."
     yield "\n| client | test samples | deployed model | global model |\n|---|---|---|---|"
     for client in run.clients:
-        cells = (_with_interval(scores.get(client), sizes.get(client), metric) for scores in (own, shared))
+        cells = (_with_interval(scores.get(client), sizes.get(client), metric) for scores in (deployed, shared))
         yield f"| {client} | {sizes.get(client, '-')} | {' | '.join(cells)} |"
     yield "\nIntervals (95 %, Wilson) are over a client's test samples; they do not hold what another seed would change.\n"
 
@@ -222,5 +222,5 @@ def _shared(run: Run) -> Iterator[str]:
     if spent is None or not spent.exists():
         yield "- No differential privacy was accounted for: models can say something about the data they were trained on.\n"
         return
-    told = ", ".join(f"{name} {value}" for name, value in read_json(spent).items())
-    yield f"- Differential privacy, as the run accounted for it ({PRIVACY}): {told}. The scores above are not covered.\n"
+    costs = ", ".join(f"{name} {value}" for name, value in read_json(spent).items())
+    yield f"- Differential privacy, as the run accounted for it ({PRIVACY}): {costs}. The scores above are not covered.\n"

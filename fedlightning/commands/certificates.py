@@ -21,29 +21,29 @@ EXAMPLES = """examples:
 
 def parser() -> Parser:
     """Return the parser of `fedlightning certificates`."""
-    made = Parser("certificates", "--sites NAME [NAME ...]", DESCRIPTION, EXAMPLES)
-    made.add_argument(
+    command = Parser("certificates", "--sites NAME [NAME ...]", DESCRIPTION, EXAMPLES)
+    command.add_argument(
         "--hosts",
         nargs="+",
         help="names and addresses under which sites reach the server (default: 127.0.0.1 localhost)",
     )
-    made.add_argument("--sites", nargs="+", required=True, help="names of the sites")
-    made.add_argument("--out", default="certificates", help="new folder (default: certificates)")
-    made.add_argument("--add", action="store_true", help="make keys for further sites of a folder that is there")
-    return made
+    command.add_argument("--sites", nargs="+", required=True, help="names of the sites")
+    command.add_argument("--out", default="certificates", help="new folder (default: certificates)")
+    command.add_argument("--add", action="store_true", help="make keys for further sites of a folder that is there")
+    return command
 
 
 def certificates(words: Sequence[str]) -> int:
     """Make certificates and keys for a server and its sites."""
-    given = parser().parse_args(list(words))
+    options = parser().parse_args(list(words))
     try:
         import cryptography  # noqa: F401
     except ImportError:
         raise ConfigurationError(missing_package("Certificates need cryptography, as Flower does", "flower")) from None
-    if given.add and given.hosts is not None:
+    if options.add and options.hosts is not None:
         raise InputError("--hosts is in the server's certificate, which --add leaves as it is. Leave it out.")
-    hosts = given.hosts or ["127.0.0.1", "localhost"]
-    folder = Path(given.out)
-    for made in files.add(folder, given.sites) if given.add else files.make(folder, hosts, given.sites):
-        print(made)
+    hosts = options.hosts or ["127.0.0.1", "localhost"]
+    folder = Path(options.out)
+    for file in files.add(folder, options.sites) if options.add else files.make(folder, hosts, options.sites):
+        print(file)
     return 0

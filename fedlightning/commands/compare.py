@@ -55,51 +55,51 @@ Exit codes: 0 all runs are done, 1 some runs failed, 2 bad input (no run, or no 
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    made = Parser("compare", "CONFIG [CONFIG ...]", DESCRIPTION, EXAMPLES)
-    made.add_argument("configs", nargs="*", metavar="CONFIG", help="method: FILE.yaml, or NAME=FILE.yaml")
-    made.add_argument(
+    command = Parser("compare", "CONFIG [CONFIG ...]", DESCRIPTION, EXAMPLES)
+    command.add_argument("configs", nargs="*", metavar="CONFIG", help="method: FILE.yaml, or NAME=FILE.yaml")
+    command.add_argument(
         "--grid",
         default="",
         metavar="FILE",
-        help="in the place of CONFIGs: a file with methods and variants, such as attacks or budgets; every method is run "
+        help="in place of CONFIGs: a file with methods and variants, such as attacks or budgets; every method is run "
         "under every variant, without baselines unless --baselines names some, and the report has the table of all",
     )
-    made.add_argument("--out", type=Path, metavar="DIR", help="folder for all files; default: runs/compare_LABELS")
-    made.add_list("-c", "--config", metavar="FILE", help="file to read before every CONFIG")
-    made.add_list("--override", metavar="FILE", help="file to read after every CONFIG")
-    made.add_argument(
+    command.add_argument("--out", type=Path, metavar="DIR", help="folder for all files; default: runs/compare_LABELS")
+    command.add_list("-c", "--config", metavar="FILE", help="file to read before every CONFIG")
+    command.add_list("--override", metavar="FILE", help="file to read after every CONFIG")
+    command.add_argument(
         "--baselines",
         metavar="auto|none|NAME,NAME",
         help="algorithms to add, with the data, model and budget of the first CONFIG; auto (default): Local, Central, "
         "FedAvg and LocalAdaptation, unless they are given already",
     )
-    made.add_argument(
+    command.add_argument(
         "--optimizer-state",
         choices=["keep", "reset"],
         help="optimizers' state (momentum, moments, schedules) of all methods alike: kept from visit to visit, or reset in "
         "every visit; default: as each method wishes (Local and Central keep it)",
     )
-    made.add_argument(
+    command.add_argument(
         "--leave-one-site-out",
         action="store_true",
         help="internal-external validation: train every method again without each site, and score it there; the report has "
         "calibration and decision curves by site",
     )
-    made.add_list(
+    command.add_list(
         "--subgroup",
         metavar="COLUMN",
         help="subgroups of that report: a column of the table (sex), or one of numbers and where it is cut ('age>=65')",
     )
-    made.add_list(
+    command.add_list(
         "--cross",
         metavar="KEY",
         help="where the variance comes from: run every value of KEY with every trainer.seed. KEY: data.init_args.seed (the "
         "split), trainer.seed.initialisation, trainer.seed.participation. --seeds says how many of each; "
         "runs are that to the power of the sources",
     )
-    made.add_passed_on()
-    made.add_runs("5")
-    report = made.add_argument_group("report")
+    command.add_passed_on()
+    command.add_runs("5")
+    report = command.add_argument_group("report")
     report.add_argument(
         "--metric",
         help="metric to compare, on test data; default: accuracy where the runs have it (AUROC or balanced accuracy where "
@@ -113,16 +113,16 @@ def parser() -> Parser:
     )
     report.add_argument("--no-report", action="store_true", help="write no report")
     report.add_argument("--json", action="store_true", help="print the overview as one line of JSON too, the last one")
-    return made
+    return command
 
 
 def compare(words: Sequence[str], main: Main) -> int:
     """Carry out the command and return its exit code."""
     options, passed = parser().parse(words)
     if bool(options.grid) == bool(options.configs):
-        both = "--grid FILE is in the place of CONFIGs: give one of the two"
-        said = both if options.grid else "--grid FILE or the following arguments are required: CONFIG"
-        raise InputError(f"{said}. See fedlightning compare --help.")
+        both = "--grid FILE is in place of CONFIGs: give one of the two"
+        fault_of_words = both if options.grid else "--grid FILE or the following arguments are required: CONFIG"
+        raise InputError(f"{fault_of_words}. See fedlightning compare --help.")
     if options.subgroup and not options.leave_one_site_out:
         raise InputError("--subgroup is of the report of --leave-one-site-out; give that too.")
     screen, reported = console(), not options.no_report
@@ -169,11 +169,11 @@ def compare(words: Sequence[str], main: Main) -> int:
             write_report_aside(out, [out], options.metric, options.checkpoint, screen)
     say(screen, f"\nRuns and study.json: {shown(out)}")
     if options.json:
-        found: dict[str, Any] = {"metric": metric, "checkpoint": options.checkpoint, "overview": [], "problems": []}
+        content: dict[str, Any] = {"metric": metric, "checkpoint": options.checkpoint, "overview": [], "problems": []}
         if states["done"]:
-            found = call(overview_of, [out], options.metric, options.checkpoint)
+            content = call(overview_of, [out], options.metric, options.checkpoint)
         page = out / "report.html" if states["done"] and reported else None
-        print_json("compare", out=out, page=page, failed=len(states["failed"]), **found)
+        print_json("compare", out=out, page=page, failed=len(states["failed"]), **content)
     return 1 if states["failed"] else 0
 
 
@@ -249,8 +249,8 @@ def show_plan(screen: Console, plan: Plan, seeds: Sequence[int], jobs: int, task
     )
     table = Table.grid(padding=(0, 2))
     for method in methods:
-        made = "added as a baseline" if method.baseline else " + ".join(method.configs)
-        table.add_row(f"  {escape(method.name)}", escape(made), method.budget)
+        origin = "added as a baseline" if method.baseline else " + ".join(method.configs)
+        table.add_row(f"  {escape(method.name)}", escape(origin), method.budget)
     screen.print(table, highlight=False)
     for method in methods if len(methods) < len(plan.methods) else ():
         if method.no_model is not None:

@@ -85,5 +85,5 @@ def script(shell: str) -> str:
         use=f'eval "$(fedlightning completion {shell})"',
         preamble="autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "",
         commands=" ".join(COMMANDS),
-        cases="\n".join(f'      {command}) words="{" ".join(known)}" ;;' for command, known in choices.items()),
+        cases="\n".join(f'      {command}) words="{" ".join(words)}" ;;' for command, words in choices.items()),
     )

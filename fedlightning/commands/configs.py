@@ -57,25 +57,25 @@ def configs(words: Sequence[str]) -> int:
 
         print(json.dumps(config_schema(), indent=1))
         return 0
-    known = names()
+    files = names()
     if options.action == "list":
-        listed = _chosen(options.names, known) if options.names else list(known)
+        listed = _chosen(options.names, files) if options.names else list(files)
         if options.json:
-            about = [{"name": name, "file": known[name], "about": _about(known[name])} for name in listed]
+            about = [{"name": name, "file": files[name], "about": _about(files[name])} for name in listed]
             print_json("configs", configs=about)
             return 0
         for name in listed:
-            print(f"{name:<44} {_about(known[name])}".rstrip())
+            print(f"{name:<44} {_about(files[name])}".rstrip())
         return 0
     if not options.names:
         raise InputError("name what to copy: fedlightning configs copy quickstart algorithms/fenda, or copy all.")
-    targets = {name: options.to / f"{name}.yaml" for name in _chosen(options.names, known)}
+    targets = {name: options.to / f"{name}.yaml" for name in _chosen(options.names, files)}
     there = [str(path) for path in targets.values() if path.exists()]
     if there and not options.force:
         raise InputError(f"{there[0]} is there already. Give another folder with --to, or --force to overwrite it.")
     for name, path in targets.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(known[name], path)
+        shutil.copyfile(files[name], path)
         print(path)
         _copy_example(path)
     return 0
@@ -89,19 +89,21 @@ def _copy_example(config: Path) -> None:
     if example.is_file() and not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(example, target)
-        print(f"{target}: a made-up table, in the place of your own")
+        print(f"{target}: a made-up table, in place of your own")
 
 
-def _chosen(wanted: Sequence[str], known: dict[str, Path]) -> list[str]:
+def _chosen(wanted: Sequence[str], files: dict[str, Path]) -> list[str]:
     """Return the names that are meant, each once; those of a folder for its name, and every one for `all`."""
     out: dict[str, None] = {}
     for word in wanted:
         name = word.removeprefix("configs/").removesuffix(".yaml").rstrip("/")
-        found = [one for one in known if name == "all" or one == name or one.startswith(f"{name}/")]
-        if not found:
-            hint = suggestion(name, known) or "fedlightning configs lists all."
+        matches = [
+            candidate for candidate in files if name == "all" or candidate == name or candidate.startswith(f"{name}/")
+        ]
+        if not matches:
+            hint = suggestion(name, files) or "fedlightning configs lists all."
             raise InputError(f"There is no configuration '{word}'. {hint}")
-        out |= dict.fromkeys(found)
+        out |= dict.fromkeys(matches)
     return list(out)
 
 

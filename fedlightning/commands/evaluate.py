@@ -31,7 +31,7 @@ from fedlightning.trainer import FederatedTrainer
 
 FILE = "evaluation"
 """Name of the files of the table, without their endings."""
-"""Shares of samples, which have Wilson's interval; other shares are no counts."""
+"""Shares of samples, which have Wilson's interval; other shares are not counts."""
 ERRORS = {"rmse": 0.5, "mse": 1.0}
 """Errors whose interval is that of a variance -> power of the variance."""
 CALIBRATED = ("events", "observed", "expected", "slope", "in_the_large", "brier")
@@ -39,29 +39,29 @@ CALIBRATED = ("events", "observed", "expected", "slope", "in_the_large", "brier"
 
 
 def evaluation(
-    results: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], least: int, found: Predicted | None = None
+    results: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], least: int, predicted: Predicted | None = None
 ) -> Table:
     """Return one line for each client: `client`, `samples`, every metric with `..._ci95`, and calibration.
 
     Intervals are over the client's samples: Wilson's of a share of samples; of `rmse` and `mse` that of a variance (of normal
-    errors); of AUROC and calibration by resamples of the client's samples, where predictions are here (`found`).
+    errors); of AUROC and calibration by resamples of the client's samples, where predictions are here (`predicted`).
 
     Args:
         results: Rows of `summary.json`.
         sizes: Client -> samples that it holds.
         least: Fewest samples of a client that has scores; another's line has neither scores nor its number of samples.
-        found: Predicted probabilities of the samples; `None` where the data are elsewhere.
+        predicted: Predicted probabilities of the samples; `None` where the data are elsewhere.
     """
     rows = {bare(row["metric"]): row["per_client"] for row in results if (row["model"], row["data"]) == (GLOBAL, LOCAL)}
-    binary = found is not None and not found.reason and found.probabilities.shape[1] == 2
+    binary = predicted is not None and not predicted.reason and predicted.probabilities.shape[1] == 2
     lines: Table = []
     for client, samples in sizes.items():
         line: dict[str, Any] = {"client": client, "samples": samples if samples >= least else None}
         line["why"] = None if samples >= least else f"fewer than {least} samples"
         for metric, scores in rows.items():
             line |= {metric: scores.get(client), f"{metric}_ci95": _interval(metric, scores.get(client), samples)}
-        if binary and found is not None:
-            line |= _calibrated(found.of(client), samples >= least)
+        if binary and predicted is not None:
+            line |= _calibrated(predicted.of(client), samples >= least)
         lines.append(line)
     return lines
 
@@ -78,13 +78,13 @@ def _interval(metric: str, value: float | None, samples: int) -> list[float] | N
     return None
 
 
-def _calibrated(own: Predicted, enough: bool) -> dict[str, Any]:
+def _calibrated(predicted: Predicted, enough: bool) -> dict[str, Any]:
     names = [*CALIBRATED, "slope_ci95", "in_the_large_ci95", "brier_ci95", "auroc_ci95"]
-    if not enough or not len(own.labels):
+    if not enough or not len(predicted.labels):
         return dict.fromkeys(names)
-    events, probabilities = (own.labels == 1).astype(float), own.probabilities[:, 1]
-    told = calibration(events, probabilities)
-    return {name: getattr(told, name) for name in CALIBRATED} | calibration_intervals([(events, probabilities)])
+    events, probabilities = (predicted.labels == 1).astype(float), predicted.probabilities[:, 1]
+    calibrated = calibration(events, probabilities)
+    return {name: getattr(calibrated, name) for name in CALIBRATED} | calibration_intervals([(events, probabilities)])
 
 
 def write_evaluation(folder: Path, lines: Table, about: Mapping[str, Any]) -> list[Path]:
@@ -127,12 +127,12 @@ def show_evaluation(
 
     federation = trainer.federation
     assert federation is not None
-    known = federation.engine.runner.described
-    sizes = {client: known.num_samples(client, split) for client in sort_clients(known.client_ids)}
-    found = None
+    described = federation.engine.runner.described
+    sizes = {client: described.num_samples(client, split) for client in sort_clients(described.client_ids)}
+    predicted = None
     if data is not None and split == "test":
-        found = predict_samples(trainer, data, [client for client, samples in sizes.items() if samples >= least])
-    lines = evaluation(trainer.results, sizes, least, found)
+        predicted = predict_samples(trainer, data, [client for client, samples in sizes.items() if samples >= least])
+    lines = evaluation(trainer.results, sizes, least, predicted)
     scored = [line for line in lines if line["why"] is None]
     names = [name for name in SHOWN if any(line.get(name) is not None for line in scored)]
     names = names or [name for name in (scored[0] if scored else {}) if f"{name}_ci95" in scored[0]]
@@ -151,11 +151,11 @@ def show_evaluation(
     meanings += f" Events are of class {event}." if event is not None else ""
     scale = getattr(data, "target", None), getattr(data, "target_statistics", None)
     meanings += "".join(
-        f" {told}" for name in names[:MOST] if data is not None and (told := units_in_words(name, *scale))
+        f" {units}" for name in names[:MOST] if data is not None and (units := units_in_words(name, *scale))
     )
     screen.print(f"{INTERVALS}{meanings} All columns are in the files.", highlight=False, markup=False)
-    if found is not None and found.reason:
-        say(screen, f"No calibration slope: {found.reason}.", markup=False)
+    if predicted is not None and predicted.reason:
+        say(screen, f"No calibration slope: {predicted.reason}.", markup=False)
     files = []
     if trainer.run is not None:
         about = {"init_from": trainer.arguments["init_from"], "split": split, "least": least}

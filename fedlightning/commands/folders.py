@@ -31,12 +31,14 @@ def with_run_config(command: str, words: list[str]) -> list[str]:
         return words
     reads = command in ("validate", "test", "predict", "onboard", "leakage")
     option = "--run" if reads else "--resume" if command == "fit" else None
-    given = _value_of(option, words) if option else None
-    if option == "--run" and given is None:
+    folder = _value_of(option, words) if option else None
+    if option == "--run" and folder is None:
         raise InputError("it needs the folder of a run: --run runs/NAME/version_N.")
-    if given is None or (option == "--resume" and (given in ("last", "auto", "null") or _value_of("--config", words))):
+    if folder is None or (
+        option == "--resume" and (folder in ("last", "auto", "null") or _value_of("--config", words))
+    ):
         return words
-    return ["--config", str(find_run(given) / "config.yaml"), *words]
+    return ["--config", str(find_run(folder) / "config.yaml"), *words]
 
 
 def to_resume(resume: str | None) -> str | Path | None:

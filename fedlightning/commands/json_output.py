@@ -88,16 +88,16 @@ FIELDS: dict[str, dict[str, str]] = {
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it: null for what is not finite, text for what is no value of JSON.
+    """Return a value as JSON has it: null for what is not finite, text for what is not a value of JSON.
 
     Example:
         >>> plain({"a": float("nan"), "b": (1, 2)})
         {'a': None, 'b': [1, 2]}
     """
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(entry) for entry in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)

@@ -45,16 +45,18 @@ Exit codes: 0 done, 1 a method failed, 2 bad input, 130 interrupted, or the time
 def parser() -> Parser:
     """Return the parser of the command."""
     why = "every method has what the league's files say. Copy them."
-    made = Parser("league", "[TASK ...]", DESCRIPTION, EXAMPLES, why)
-    made.add_argument("tasks", nargs="*", metavar="TASK", help="tasks to run, or all; none: list what there is")
-    made.add_argument("--methods", default="", metavar="A,B", help="methods to run; default: all")
-    made.add_argument("--league", type=Path, default=LEAGUE, metavar="FILE", help="tasks, methods, spaces and budget")
-    made.add_folder("--data-root", "data", "folder of the data")
-    made.add_folder("--out", "runs/league", "folder of the runs")
-    made.add_argument("--results", type=Path, metavar="DIR", help="folder of TASK.json; default: results in --out")
-    made.add_argument("--minutes", type=float, metavar="N", help="stop after this time; the same command goes on")
-    made.add_jobs()
-    return made
+    command = Parser("league", "[TASK ...]", DESCRIPTION, EXAMPLES, why)
+    command.add_argument("tasks", nargs="*", metavar="TASK", help="tasks to run, or all; none: list what there is")
+    command.add_argument("--methods", default="", metavar="A,B", help="methods to run; default: all")
+    command.add_argument(
+        "--league", type=Path, default=LEAGUE, metavar="FILE", help="tasks, methods, spaces and budget"
+    )
+    command.add_folder("--data-root", "data", "folder of the data")
+    command.add_folder("--out", "runs/league", "folder of the runs")
+    command.add_argument("--results", type=Path, metavar="DIR", help="folder of TASK.json; default: results in --out")
+    command.add_argument("--minutes", type=float, metavar="N", help="stop after this time; the same command goes on")
+    command.add_jobs()
+    return command
 
 
 def league(words: Sequence[str], main: Main) -> int:
@@ -116,7 +118,9 @@ def show_league(read: League, results: Path, screen: Console) -> None:
     """Print the tasks with what has been run of them, and the methods by group."""
     rows = []
     for name, task in read.tasks.items():
-        done = [one for one in read_rows(results / f"{name}.json") if one in read.methods]
+        done = [
+            name_of_method for name_of_method in read_rows(results / f"{name}.json") if name_of_method in read.methods
+        ]
         rows.append([name, escape(task.title), f"{len(done)} of {len(read.methods) - len(task.without)}"])
     print_table(screen, dict.fromkeys(("task", "what", "run"), FOLDED), rows)
     for group in dict.fromkeys(method.group for method in read.methods.values()):

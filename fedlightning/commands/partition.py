@@ -53,22 +53,22 @@ class PartitionCommand(CommandLine):
         by_class = len(report.classes) > 1
         screen.print(f"Samples of each client{' by class' if by_class else ''} ({split} split)", style="bold")
         print_whole(screen, partition_table(report, screen.width))
-        told = (
+        text = (
             f"{len(report.client_ids)} clients, {int(report.sizes.sum())} samples, the smallest has {report.min_size}."
         )
         if by_class:
-            told += (
+            text += (
                 "\nTV: total variation between a client's labels and all labels, 0 equal to 1 disjoint; mean "
                 f"{report.mean_total_variation:.3f}."
             )
             if len(report.classes) == 2 and report.classes not in (["0", "1"], ["censored", "event"]):
-                told += (
+                text += (
                     f"\nThe event of calibration and decision curves is the second class, '{report.classes[1]}'; a table's "
                     "`classes` gives them another order."
                 )
         elif (target := getattr(data, "target", None)) is not None:
-            told += f"\n'{target}' is a measurement, so there are no classes; it is among the columns below."
-        screen.print(told, highlight=False)
+            text += f"\n'{target}' is a measurement, so there are no classes; it is among the columns below."
+        screen.print(text, highlight=False)
         names = getattr(data, "feature_names", None)
         if names:
             screen.print(
@@ -113,9 +113,9 @@ class PartitionCommand(CommandLine):
             _write(
                 files[-1],
                 [
-                    {"column": one.name, "test": one.test, "effect": one.effect, "p": one.p} | line
-                    for one in columns
-                    for line in one.clients
+                    {"column": column.name, "test": column.test, "effect": column.effect, "p": column.p} | line
+                    for column in columns
+                    for line in column.clients
                 ],
             )
         picture = plot_images(data, split, images) if images > 0 else None
@@ -123,19 +123,19 @@ class PartitionCommand(CommandLine):
             files.append(folder / "images.png")
             picture.savefig(files[-1], dpi=150)
         elif images > 0:
-            screen.print("images: the samples are no images (channels, height, width).", highlight=False)
+            screen.print("images: the samples are not images (channels, height, width).", highlight=False)
         say(screen, f"\nFiles: {', '.join(map(str, files))}")
         if json:
-            more: dict[str, Any] = {"columns": [asdict(one) for one in columns]} if columns else {}
+            more: dict[str, Any] = {"columns": [asdict(column) for column in columns]} if columns else {}
             more |= {} if windows is None else {"windows": over_time.rows(), "inputs_by_window": changes}
             print_json(
                 "partition", split=split, clients=report.rows(), inputs=inputs, public=public, files=files, **more
             )
 
 
-def inputs_in_words(found: tuple[float, float], of: str) -> str:
+def inputs_in_words(shares: tuple[float, float], of: str) -> str:
     """Return how far apart the inputs are."""
-    return f"Inputs: {found[0]:.1%} of their variance is between {of}; of a random split about {found[1]:.1%}."
+    return f"Inputs: {shares[0]:.1%} of their variance is between {of}; of a random split about {shares[1]:.1%}."
 
 
 LOCAL = (
@@ -162,16 +162,16 @@ def columns_table(columns: list[Any]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for title in ("column", "test", "effect", "p", "missing", "median, or commonest word, by client"):
         table.add_column(title, justify="right" if title in ("effect", "p", "missing") else "left")
-    for one in columns:
-        gaps = [line["missing"] for line in one.clients if line["samples"]]
-        middle = [line["median"] for line in one.clients if line.get("median") is not None]
-        words = list(dict.fromkeys(line["most"] for line in one.clients if line.get("most")))
+    for column in columns:
+        gaps = [line["missing"] for line in column.clients if line["samples"]]
+        middle = [line["median"] for line in column.clients if line.get("median") is not None]
+        words = list(dict.fromkeys(line["most"] for line in column.clients if line.get("most")))
         low, high = (min(gaps), max(gaps)) if gaps else (0.0, 0.0)
         table.add_row(
-            one.name,
-            one.test or "none: one value, or texts",
-            "-" if one.effect is None else f"{one.effect:.3f}",
-            "-" if one.p is None else f"{one.p:.2g}",
+            column.name,
+            column.test or "none: one value, or texts",
+            "-" if column.effect is None else f"{column.effect:.3f}",
+            "-" if column.p is None else f"{column.p:.2g}",
             f"{low:.0%}" if low == high else f"{low:.0%} to {high:.0%}",
             f"{min(middle):.4g} to {max(middle):.4g}" if middle else ", ".join(words[:5]),
         )
@@ -197,7 +197,9 @@ def partition_table(report: Any, width: int, rows: str = "client") -> Table:
         report.client_ids, report.sizes.tolist(), report.total_variation.tolist(), report.counts, strict=True
     ):
         largest = report.classes[int(counts.argmax())]
-        held = [str(count) if count else "." for count in counts.tolist()]
+        cells_of_client = [str(count) if count else "." for count in counts.tolist()]
         brief = [str(int((counts > 0).sum())), f"{largest} ({counts.max() / max(1, size):.0%})"]
-        table.add_row(client, str(size), *([f"{distance:.3f}", *(held if fits else brief)] if by_class else []))
+        table.add_row(
+            client, str(size), *([f"{distance:.3f}", *(cells_of_client if fits else brief)] if by_class else [])
+        )
     return table

@@ -40,16 +40,20 @@ MOST_SITES = 6
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    made = Parser("report", "RUN [RUN ...]", DESCRIPTION, EXAMPLES)
-    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, of several, or of a compare")
-    made.add_argument(
+    command = Parser("report", "RUN [RUN ...]", DESCRIPTION, EXAMPLES)
+    command.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, of several, or of a compare"
+    )
+    command.add_argument(
         "--out", type=Path, metavar="DIR", help="folder to write to; default: RUN, if it is one folder of several runs"
     )
-    made.add_argument("--metric", help="metric to compare; default: that of the compare, else accuracy, rmse or loss")
-    made.add_argument("--checkpoint", help="models to compare: deployed, latest, best_local, best_global")
-    made.add_argument("--title", help="title of the page")
-    made.add_argument("--json", action="store_true", help="print the overview as one line of JSON too, the last one")
-    return made
+    command.add_argument(
+        "--metric", help="metric to compare; default: that of the compare, else accuracy, rmse or loss"
+    )
+    command.add_argument("--checkpoint", help="models to compare: deployed, latest, best_local, best_global")
+    command.add_argument("--title", help="title of the page")
+    command.add_argument("--json", action="store_true", help="print the overview as one line of JSON too, the last one")
+    return command
 
 
 def report(words: Sequence[str]) -> int:
@@ -60,17 +64,17 @@ def report(words: Sequence[str]) -> int:
 
     options = parser().parse_args(list(words))
     runs: list[Path] = options.runs
-    for run in load_study(runs):  # raises if a folder is no run
+    for run in load_study(runs):  # raises if a folder is not a run
         if run.error is None:
             for fault in tables_of(run).faults.values():
                 warn(fault)
     studies = [path / STUDY_FILE for path in runs if (path / STUDY_FILE).exists()]
     if options.out is None and not (len(runs) == 1 and (studies or runs_below(runs[0]))):
         raise InputError("--out is missing: say where the report of these runs is to go.")
-    known = read_study_file(studies[0]) if studies else {}
+    study = read_study_file(studies[0]) if studies else {}
     metric, checkpoint = (
-        options.metric or known.get("metric"),
-        options.checkpoint or known.get("checkpoint", "deployed"),
+        options.metric or study.get("metric"),
+        options.checkpoint or study.get("checkpoint", "deployed"),
     )
     page = build_report(options.out or runs[0], runs, metric=metric, checkpoint=checkpoint, title=options.title)
     say(console(), f"Report: {shown(page)}")
@@ -193,8 +197,12 @@ def show_external(methods: Sequence[Mapping[str, Any]], sites: Sequence[Mapping[
     names = list(dict.fromkeys(line["site"] for line in sites))
     table = _by_method(*(names if len(names) <= MOST_SITES else ()), "lowest", "highest", "as members")
     for line in methods:
-        own = {one["site"]: one for one in sites if one["method"] == line["method"]}
-        cells = [_cell(own[name]["unseen"]) if name in own else "-" for name in names if len(names) <= MOST_SITES]
+        line_by_site = {site_line["site"]: site_line for site_line in sites if site_line["method"] == line["method"]}
+        cells = [
+            _cell(line_by_site[name]["unseen"]) if name in line_by_site else "-"
+            for name in names
+            if len(names) <= MOST_SITES
+        ]
         table.add_row(
             escape(line["method"]), *cells, _cell(line["lowest"]), _cell(line["highest"]), _cell(line["member"])
         )

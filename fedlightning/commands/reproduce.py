@@ -85,15 +85,17 @@ Exit codes: 0 all is as it was recorded, or better (or could not be run here), 1
 def parser() -> Parser:
     """Return the parser of the command."""
     why = "a table's runs are as its file says. Copy the file, and change it."
-    made = Parser("reproduce", "[NAME ...]", DESCRIPTION, EXAMPLES, why)
-    made.add_argument("names", nargs="*", metavar="NAME", help="table, or YAML file of your own; none: list all")
-    made.add_argument("--set", metavar="SET", help="runs of one set only, as cpu; without a NAME, of all tables")
-    made.add_folder("--data-root", "data", "folder of the data")
-    made.add_folder("--out", "runs/reproduce", "folder for all files")
-    made.add_argument("--record", action="store_true", help="keep the verdicts beside the tables (recorded/NAME.json)")
-    made.add_argument("--json", action="store_true", help="print the results as one line of JSON too, the last one")
-    made.add_making(None, "as each table says")
-    return made
+    command = Parser("reproduce", "[NAME ...]", DESCRIPTION, EXAMPLES, why)
+    command.add_argument("names", nargs="*", metavar="NAME", help="table, or YAML file of your own; none: list all")
+    command.add_argument("--set", metavar="SET", help="runs of one set only, as cpu; without a NAME, of all tables")
+    command.add_folder("--data-root", "data", "folder of the data")
+    command.add_folder("--out", "runs/reproduce", "folder for all files")
+    command.add_argument(
+        "--record", action="store_true", help="keep the verdicts beside the tables (recorded/NAME.json)"
+    )
+    command.add_argument("--json", action="store_true", help="print the results as one line of JSON too, the last one")
+    command.add_making(None, "as each table says")
+    return command
 
 
 def reproduce(words: Sequence[str], main: Main) -> int:
@@ -108,10 +110,14 @@ def reproduce(words: Sequence[str], main: Main) -> int:
             list_tables(tables, screen)
         return 0
     asked = ask_for(tables, options)
-    if any(one.runs and not one.obstacle for one in asked):
-        for one, methods in zip(asked, call(plan_runs, asked, str(options.data_root.resolve()), CLI), strict=True):
-            one.methods = methods
-    wanted = {(m.name, seed): (m, seed) for one in asked for m in one.methods.values() for seed in one.seeds}
+    if any(table_run.runs and not table_run.obstacle for table_run in asked):
+        for table_run, methods in zip(
+            asked, call(plan_runs, asked, str(options.data_root.resolve()), CLI), strict=True
+        ):
+            table_run.methods = methods
+    wanted = {
+        (m.name, seed): (m, seed) for table_run in asked for m in table_run.methods.values() for seed in table_run.seeds
+    }
     experiment = Experiment(options.out, screen, main, options.jobs, options.redo, options.ray)
 
     def plan() -> list[Task]:
@@ -128,9 +134,12 @@ def reproduce(words: Sequence[str], main: Main) -> int:
         if not experiment.make(list(methods.values()), sorted({seed for _, seed in wanted}), tasks):
             say(screen, "\nInterrupted. The same command goes on from here.")
             return INTERRUPTED
-    measured = call(measure_tables, [(one.table, _places(study, one), one.seeds, one.obstacle) for one in asked])
-    for one, lines in zip(asked, measured, strict=True):
-        one.lines = lines
+    measured = call(
+        measure_tables,
+        [(table_run.table, _places(study, table_run), table_run.seeds, table_run.obstacle) for table_run in asked],
+    )
+    for table_run, lines in zip(asked, measured, strict=True):
+        table_run.lines = lines
     return tell(asked, options, screen)
 
 
@@ -140,16 +149,19 @@ def find_tables(names: Sequence[str]) -> list[Table]:
     Raises:
         InputError: If there is no such table, or something in one cannot work.
     """
-    known = {path.stem: path for path in sorted(TABLES.glob("*.yaml"))}
-    found: dict[str, Path] = {}
+    package_files = {path.stem: path for path in sorted(TABLES.glob("*.yaml"))}
+    files: dict[str, Path] = {}
     for name in names:
-        path = known.get(name, Path(name))
+        path = package_files.get(name, Path(name))
         if not path.is_file():
-            hint = suggestion(name, known) or "fedlightning reproduce lists all; a table of your own is a YAML file."
+            hint = (
+                suggestion(name, package_files)
+                or "fedlightning reproduce lists all; a table of your own is a YAML file."
+            )
             raise InputError(f"There is no table '{name}'. {hint}")
-        if found.setdefault(path.stem, path) != path:
+        if files.setdefault(path.stem, path) != path:
             raise InputError(f"Two tables are called '{path.stem}'. Name one of the files otherwise.")
-    return [read_table(path, FOLDER) for path in (found or known).values()]
+    return [read_table(path, FOLDER) for path in (files or package_files).values()]
 
 
 def ask_for(tables: Sequence[Table], options: Namespace) -> list[TableRun]:
@@ -173,11 +185,11 @@ def ask_for(tables: Sequence[Table], options: Namespace) -> list[TableRun]:
     return asked
 
 
-def _places(study: StudyFile, one: TableRun) -> dict[str, dict[int, Place]]:
+def _places(study: StudyFile, table_run: TableRun) -> dict[str, dict[int, Place]]:
     """Return where the runs of a table lie, by name and seed."""
     places: dict[str, dict[int, Place]] = {}
-    for run, method in one.methods.items():
-        for seed in one.seeds:
+    for run, method in table_run.methods.items():
+        for seed in table_run.seeds:
             folder, entry = study.find_done(method.name, seed), study.entry(method.name, seed)
             why = f"run {run}, seed {seed}, failed: {'it was not made' if entry is None else entry['error']}"
             place = Place(None, why, failed=True) if folder is None else Place(str(folder))
@@ -187,24 +199,24 @@ def _places(study: StudyFile, one: TableRun) -> dict[str, dict[int, Place]]:
 
 def tell(asked: Sequence[TableRun], options: Namespace, screen: Console) -> int:
     """Print and write the results, keep them if asked to, and return the exit code."""
-    for one in asked:
-        show_table(one.table, one.lines, screen)
-    said = [text for one in asked for text in lost(one.table, one.lines, one.seeds)]
-    moved = [text for one in asked for text in moved_goals(one.table)]
-    new = [text for one in asked for text in find_new_disagreements(one.table, one.lines)]
-    content = as_json(asked, said, moved)
+    for table_run in asked:
+        show_table(table_run.table, table_run.lines, screen)
+    lost_verdicts = [text for table_run in asked for text in lost(table_run.table, table_run.lines, table_run.seeds)]
+    moved = [text for table_run in asked for text in moved_goals(table_run.table)]
+    new = [text for table_run in asked for text in find_new_disagreements(table_run.table, table_run.lines)]
+    content = as_json(asked, lost_verdicts, moved)
     write_json(options.out, content)
-    page = call(write_page, options.out, asked, said, moved)
-    show_summary(asked, Chance(**content["chance"]), [*moved, *said, *new], screen)
-    for one in asked if options.record else ():
-        say(screen, f"Recorded: {shown(write_record(one.table, one.lines))}")
+    page = call(write_page, options.out, asked, lost_verdicts, moved)
+    show_summary(asked, Chance(**content["chance"]), [*moved, *lost_verdicts, *new], screen)
+    for table_run in asked if options.record else ():
+        say(screen, f"Recorded: {shown(write_record(table_run.table, table_run.lines))}")
     say(screen, f"Page: {shown(page)}; results: {shown(options.out / 'reproduce.json')}")
     if options.json:
         about = {name: content[name] for name in ("tables", "chance", "lost")}
         print_json("reproduce", out=options.out, page=page, **about)
-    if any(line.failed for one in asked for line in one.lines):
+    if any(line.failed for table_run in asked for line in table_run.lines):
         return 1
-    return DISAGREEMENT if said or new else 0
+    return DISAGREEMENT if lost_verdicts or new else 0
 
 
 # -- on the terminal ---------------------------------------------------------------------------------------------------
@@ -230,10 +242,13 @@ def listed(tables: Sequence[Table]) -> list[dict[str, Any]]:
 
 def show_plan(asked: Sequence[TableRun], total: int, missing: int, options: Namespace, screen: Console) -> None:
     """Print how many runs there are, and how long they take."""
-    known = [one.table.minutes for one in asked if not one.obstacle]
+    minutes_of_tables = [minutes_by_set.table.minutes for minutes_by_set in asked if not minutes_by_set.obstacle]
     wanted = options.set or ALL
-    minutes = sum(one.get(wanted, 0.0 if options.set else sum(one.values())) for one in known)
-    word = "about" if all(wanted in one for one in known) else "more than"
+    minutes = sum(
+        minutes_by_set.get(wanted, 0.0 if options.set else sum(minutes_by_set.values()))
+        for minutes_by_set in minutes_of_tables
+    )
+    word = "about" if all(wanted in minutes_by_set for minutes_by_set in minutes_of_tables) else "more than"
     about = f"{word} {minutes:g} minutes if none was; " if minutes else ""
     say(
         screen,
@@ -280,7 +295,7 @@ def _coloured(verdict: str) -> str:
 
 def show_summary(asked: Sequence[TableRun], expected: Chance, changes: Sequence[str], screen: Console) -> None:
     """Print how many cells agree, how many verdicts may be chance, and what was lost or moved since the last record."""
-    words = [line.verdict.word for one in asked for line in one.lines if line.asked]
+    words = [line.verdict.word for table_run in asked for line in table_run.lines if line.asked]
     say(screen, f"\nAll: {verdict_counts(words) or 'nothing was asked for'}.")
     say(screen, str(expected))
     for text in changes:

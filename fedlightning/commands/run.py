@@ -66,29 +66,31 @@ def leakage_by(
 
     try:
         if attack == "usual":
-            found = leakage(trainer, data, samples, checkpoint)
+            content = leakage(trainer, data, samples, checkpoint)
         elif attack == "ratio":
-            found = {"likelihood_ratio": likelihood_ratio(trainer, data, shadows, samples, checkpoint, report=tell)}
+            content = {"likelihood_ratio": likelihood_ratio(trainer, data, shadows, samples, checkpoint, report=tell)}
         elif attack == "canaries":
-            found = {"canaries": audit(trainer, data, canaries, unit, checkpoint=checkpoint, report=tell, power=power)}
+            content = {
+                "canaries": audit(trainer, data, canaries, unit, checkpoint=checkpoint, report=tell, power=power)
+            }
         else:
-            found = {"inversion": inversion(trainer, data, batch, picture=folder / PICTURE)}
+            content = {"inversion": inversion(trainer, data, batch, picture=folder / PICTURE)}
     except ValueError as error:
         raise InputError(f"--attack {attack}: {error}") from error
     before = read_json(folder / FILE) if (folder / FILE).exists() else {}
-    return {**NOTHING, **before, **plain(found)}
+    return {**NOTHING, **before, **plain(content)}
 
 
-def show_leakage(found: dict[str, Any], attack: Attack, folder: Path, screen: Console, as_json: bool) -> None:
+def show_leakage(content: dict[str, Any], attack: Attack, folder: Path, screen: Console, as_json: bool) -> None:
     """Write what was found, and show what is new."""
-    write_text_atomically(folder / FILE, dumps(plain(found), indent=1) + "\n")
+    write_text_atomically(folder / FILE, dumps(plain(content), indent=1) + "\n")
     new = {"ratio": "likelihood_ratio"}.get(attack, attack)
-    now = {name: found[name] for name in (("membership", "sites", "missing") if attack == "usual" else (new,))}
+    now = {name: content[name] for name in (("membership", "sites", "missing") if attack == "usual" else (new,))}
     if attack == "usual":
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for name in ("model", "members", "others", "AUC", "95 % interval", "found at 1 % false alarms", "by chance"):
             table.add_column(name, justify="left" if name == "model" else "right")
-        for row in found["membership"]:
+        for row in content["membership"]:
             numbers = f"{row['auc']:.3f}", f"{row['low']:.3f} to {row['high']:.3f}"
             shares = f"{row['hits']:.1%}", f"{row['chance']:.1%}"
             table.add_row(row["model"], str(row["members"]), str(row["others"]), *numbers, *shares)
@@ -97,8 +99,10 @@ def show_leakage(found: dict[str, Any], attack: Attack, folder: Path, screen: Co
         say(screen, f"\n{line}", markup=False)
     say(screen, f"\nWritten: {shown(folder / FILE)}{f' and {PICTURE}' if attack == 'inversion' else ''}")
     if as_json:
-        images = found["inversion"] and {name: value for name, value in found["inversion"].items() if name != "images"}
-        print_json("leakage", run=folder, **{**found, "inversion": images})
+        images = content["inversion"] and {
+            name: value for name, value in content["inversion"].items() if name != "images"
+        }
+        print_json("leakage", run=folder, **{**content, "inversion": images})
 
 
 def run(command: str, words: Sequence[str]) -> int:
@@ -146,8 +150,8 @@ class Commands(CommandLine):
             self._dry_run(as_json=json or dry_run == "json")
             return
         screen = console()
-        given = self.trainer.arguments
-        place = Path(given["default_root_dir"], given["name"], given["version"] or "")
+        arguments = self.trainer.arguments
+        place = Path(arguments["default_root_dir"], arguments["name"], arguments["version"] or "")
         with self._in_words(), watched(place, watch and is_writing_process()):
             self.trainer.fit(
                 self.model,
@@ -262,13 +266,13 @@ class Commands(CommandLine):
         data = None
         if newcomers is not None:
             if not Path(newcomers).is_file():
-                raise InputError(f"newcomers={newcomers!r} is no YAML file with a data section.")
+                raise InputError(f"newcomers={newcomers!r} is not a YAML file with a data section.")
             data = PartitionCommand("partition", ["--config", newcomers]).datamodule
         self.trainer.restore(self.model, self.datamodule, folder)
         self.trainer.onboard(data, clients, epochs=epochs)
         if is_writing_process():
-            found = read_json(folder / SUMMARY)
-            line = failures_line(found.get("failures", []), len(found["clients"]), SUMMARY)
+            summary = read_json(folder / SUMMARY)
+            line = failures_line(summary.get("failures", []), len(summary["clients"]), SUMMARY)
             if line is not None:
                 say(console(), f"\n{line}", markup=False)
             say(console(), f"\nOnboarding: {shown(folder / SUMMARY)}")
@@ -307,7 +311,7 @@ class Commands(CommandLine):
         folder = find_run(run)
         self.trainer.restore(self.model, self.datamodule, folder)
         with self._in_words():
-            found = leakage_by(
+            content = leakage_by(
                 attack,
                 self.trainer,
                 self.datamodule,
@@ -321,7 +325,7 @@ class Commands(CommandLine):
                 checkpoint,
             )
         if is_writing_process():
-            show_leakage(found, attack, folder, console(), json)
+            show_leakage(content, attack, folder, console(), json)
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:
@@ -337,11 +341,11 @@ class Commands(CommandLine):
 
     def _dry_run(self, as_json: bool) -> None:
         with self._in_words():
-            found = self.trainer.dry_run(self.model, self.datamodule)
+            report = self.trainer.dry_run(self.model, self.datamodule)
         if is_writing_process():
-            print(dumps(found.as_dict(), indent=2) if as_json else found)
-        if found.problems:
-            raise InputError(f"{len(found.problems)} clients failed in the dry run; the first: {found.problems[0]}.")
+            print(dumps(report.as_dict(), indent=2) if as_json else report)
+        if report.problems:
+            raise InputError(f"{len(report.problems)} clients failed in the dry run; the first: {report.problems[0]}.")
 
     def _evaluate(self, run: str, checkpoint: str, split: Literal["val", "test"], as_json: bool) -> None:
         folder = find_run(run)

@@ -77,15 +77,17 @@ class AtSite(CommandLine):
 
         reach.host_and_port(superlink)
         if not files.is_name(name) or name != printable(name, NAME):
-            raise InputError(f"name={name!r} is no name of a site: it is one of a folder, of 1 to {NAME} characters.")
+            raise InputError(
+                f"name={name!r} is not a name of a site: it is one of a folder, of 1 to {NAME} characters."
+            )
         if most_runs < 1:
             raise InputError(f"most_runs={most_runs} must be at least 1.")
         if clients == []:
             raise InputError("clients=[]: a site has one client at least. Leave it out for all of its data's clients.")
         home = Path(folder).resolve()
-        own = Path(certificates or f"certificates/{name}").resolve()
+        keys = Path(certificates or f"certificates/{name}").resolve()
         if not insecure:
-            files.needed(own, (files.CA, files.SITE, files.SIGNED))
+            files.needed(keys, (files.CA, files.SITE, files.SIGNED))
         refuse_taken(home, "a site")
         data = federated_data(one_client(self.datamodule, name), None, None, None)
         data.prepare_data()
@@ -96,13 +98,15 @@ class AtSite(CommandLine):
                 f"this site's file alone decides {options}. Another site's may have other words, which would mean something "
                 "else to the network: give these options in the data section of every site."
             )
-        known = here = list(data.client_ids)
+        all_clients = here = list(data.client_ids)
         if clients is not None:
             here = [str(client) for client in clients]
-            missing = next((client for client in here if client not in known), None)
+            missing = next((client for client in here if client not in all_clients), None)
             if missing is not None:
-                raise InputError(f"clients: there is no client '{missing}'. The data have {', '.join(known[:20])}.")
-            data = without(data, [client for client in known if client not in here])
+                raise InputError(
+                    f"clients: there is no client '{missing}'. The data have {', '.join(all_clients[:20])}."
+                )
+            data = without(data, [client for client in all_clients if client not in here])
         programs.prepare(home / "flower")
         blueprint, may_export = self.trainer.blueprint(self.model), export == "server"
         site = Site(
@@ -120,7 +124,7 @@ class AtSite(CommandLine):
             print(stamped(f"Site '{name}' takes part in what {superlink} asks for. Stop it with Ctrl-C."), flush=True)
             site.log = SiteLog(home, name, superlink, here)
             try:
-                take_part(site, home, superlink, None if insecure else own)
+                take_part(site, home, superlink, None if insecure else keys)
             except (KeyboardInterrupt, Terminated) as ending:
                 stopped = ending
             finally:
@@ -139,9 +143,9 @@ def one_client(data: Any, name: str) -> Any:
     return Partitioned(data, whole, val_fraction=0.0, test_fraction=0.0)  # what it has for validation and test
 
 
-def take_part(site: Site, home: Path, server: str, own: Path | None) -> None:
+def take_part(site: Site, home: Path, server: str, keys: Path | None) -> None:
     """Take part for ever: a SuperNode ends where the SuperLink does not know it yet, or no more."""
-    site_log, authority = site.log, None if own is None else own / files.CA
+    site_log, authority = site.log, None if keys is None else keys / files.CA
     log = programs.Log(home / "supernode.log")
 
     def lives() -> bool:
@@ -158,17 +162,18 @@ def take_part(site: Site, home: Path, server: str, own: Path | None) -> None:
         if reason is not None:
             site_log.connection(reason)
         else:
-            with programs.supernode(home, server, own, site.name, site_log.refused) as answer_all:
+            with programs.supernode(home, server, keys, site.name, site_log.refused) as answer_all:
                 answer_all(site.answer, lives)
             lives()
             reason = reach.unreachable(server, authority)
-            key = "" if own is None else f"{own / files.SITE}, or another process is connected with it"
-            said = log.reason()
-            if said is None:  # it was killed
+            key = "" if keys is None else f"{keys / files.SITE}, or another process is connected with it"
+            reason_of_node = log.reason()
+            if reason_of_node is None:  # it was killed
                 reason = reason or f"This site's SuperNode has ended ({home / 'supernode.log'})."
             site_log.connection(
                 reason
-                or f"{server} does not let this site in: {said}" + (f" It does not know the key {key}." if key else "")
+                or f"{server} does not let this site in: {reason_of_node}"
+                + (f" It does not know the key {key}." if key else "")
             )
         time.sleep(AGAIN)
 
@@ -239,15 +244,15 @@ class Serve(Commands):
                 f"max_share={max_share} must be in (0, 1]: the share of all samples that one site may have."
             )
         home = Path(folder).resolve()
-        own = Path(certificates).resolve()
-        known: list[str] = []
+        keys = Path(certificates).resolve()
+        site_names: list[str] = []
         if not insecure:
-            files.needed(own, (files.CA, files.SERVER, files.KEY, files.SIGN, "sites"))
-            known = sorted(path.stem for path in (own / "sites").glob("*.pub"))
-            if sites > len(known):
+            files.needed(keys, (files.CA, files.SERVER, files.KEY, files.SIGN, "sites"))
+            site_names = sorted(path.stem for path in (keys / "sites").glob("*.pub"))
+            if sites > len(site_names):
                 raise InputError(
-                    f"sites={sites}, but {own / 'sites'} has keys of {len(known)}: no other can connect. Give fewer, or "
-                    "make certificates for all sites."
+                    f"sites={sites}, but {keys / 'sites'} has keys of {len(site_names)}: no other can connect. Give fewer, "
+                    "or make certificates for all sites."
                 )
         if insecure and not reach.is_own(host):
             warn(
@@ -262,12 +267,12 @@ class Serve(Commands):
         refuse_taken(home, "the server")
         reach.check_port(host, port)
         if not insecure:
-            reach.check_certificate(own, programs.itself(host))
+            reach.check_certificate(keys, programs.itself(host))
         programs.prepare(home / "flower")
         with (
             only_writer(home),
-            _told(ServerLog(home, sites, self._shown, known)) as log,
-            programs.superlink(home, host, port, None if insecure else own, sites) as link,
+            _told(ServerLog(home, sites, self._shown, site_names)) as log,
+            programs.superlink(home, host, port, None if insecure else keys, sites) as link,
             connected(link, export == "server", allow_other_code, max_share),
             showing(log),
         ):
@@ -303,8 +308,8 @@ class Serve(Commands):
 
     def _has_tests(self) -> bool:
         federation = self.trainer.federation
-        known = None if federation is None else federation.engine.runner.described
-        return known is not None and any(known.num_samples(client, "test") for client in known.client_ids)
+        data = None if federation is None else federation.engine.runner.described
+        return data is not None and any(data.num_samples(client, "test") for client in data.client_ids)
 
     def _report(self) -> None:
         self.datamodule = self.trainer.federation.engine.runner.described  # type: ignore[union-attr]

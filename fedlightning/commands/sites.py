@@ -47,21 +47,23 @@ examples:
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    made = Parser("sites", "", DESCRIPTION, EXAMPLES)
-    made.add_argument(
+    command = Parser("sites", "", DESCRIPTION, EXAMPLES)
+    command.add_argument(
         "--folder", type=Path, default=Path("serve"), help="folder of the server or of a site (default: serve)"
     )
-    made.add_argument("--runs", action="store_true", help="at a site: the runs whose records and models are kept there")
-    made.add_argument(
+    command.add_argument(
+        "--runs", action="store_true", help="at a site: the runs whose records and models are kept there"
+    )
+    command.add_argument(
         "--prune",
         type=float,
         metavar="DAYS",
         help="at a site that is stopped: remove runs not used for so many days, models too",
     )
-    made.add_argument(
+    command.add_argument(
         "--json", action="store_true", help="for programs: all of it as JSON; times are seconds since 1970"
     )
-    return made
+    return command
 
 
 def sites(words: Sequence[str]) -> int:
@@ -102,17 +104,17 @@ def _runs(folder: Path, status: ServerStatus | OwnStatus, days: float | None, as
         )
     if days is not None and not days >= 0:
         raise InputError(f"prune={days:g} must be a number of days from 0.")
-    now, found = time.time(), kept_runs(folder)
+    now, runs = time.time(), kept_runs(folder)
     if days is not None:
         with only_writer(folder):  # a site that runs needs them
-            found = [run for run in found if now - run.used >= days * DAY]
-            for run in found:
+            runs = [run for run in runs if now - run.used >= days * DAY]
+            for run in runs:
                 remove_run(folder, run.name)
     if as_text:
-        print(json.dumps([vars(run) for run in found], indent=1))
+        print(json.dumps([vars(run) for run in runs], indent=1))
         return 0
-    say(console(), _line("Runs", f"{len(found)}{'' if days is None else ' removed'} in {shown(folder)}"))
-    for run in found:
+    say(console(), _line("Runs", f"{len(runs)}{'' if days is None else ' removed'} in {shown(folder)}"))
+    for run in runs:
         age, size = duration(now - run.used), run.num_bytes / 1e6
         say(console(), f"{run.name}  {run.models} models, {size:.1f} MB, last used {age} ago")
     return 0

@@ -64,11 +64,13 @@ class Parser(argparse.ArgumentParser):
 
         Options about making runs are checked: `seeds` are numbers then, and `ray` says what Ray is to be.
         """
-        own, passed = split_words(words)
-        options, unknown = self.parse_known_intermixed_args(own)  # files may stand before, between and behind options
+        command_words, passed = split_words(words)
+        options, unknown = self.parse_known_intermixed_args(
+            command_words
+        )  # files may stand before, between and behind options
         if unknown:
-            known = [option for action in self._actions for option in action.option_strings]
-            hint = suggestion(unknown[0].partition("=")[0], known)
+            options_of_command = [option for action in self._actions for option in action.option_strings]
+            hint = suggestion(unknown[0].partition("=")[0], options_of_command)
             hint = hint or "Options of a run are passed on: --trainer.max_rounds=3, --model..., --data... ."
             raise InputError(f"there is no option '{unknown[0]}'. {hint}")
         if passed and self._no_passing:
@@ -83,8 +85,8 @@ class Parser(argparse.ArgumentParser):
 
     def option_strings(self) -> list[str]:
         """Return all options, for completion."""
-        found = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
-        return [option for option in found if "=" not in option]  # passed-on options are shown as --trainer.KEY=...
+        strings = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        return [option for option in strings if "=" not in option]  # passed-on options are shown as --trainer.KEY=...
 
     def add_list(self, *names: str, metavar: str, help: str, group: Any = None) -> None:
         """Add an option that may be repeated, to the parser or to a group of it."""
@@ -108,16 +110,18 @@ class Parser(argparse.ArgumentParser):
             "data.init_args.val_seed (which samples validate) if the data have it; the test data stay the same",
         )
 
-    def add_making(self, seeds: str | None, said: str) -> Any:
+    def add_making(self, seeds: str | None, default_text: str) -> Any:
         """Add the options about how runs are made, and return their group.
 
         Args:
             seeds: Default of `--seeds`.
-            said: The default in words.
+            default_text: The default in words.
         """
         group = self.add_argument_group("runs")
         group.add_argument(
-            "--seeds", default=seeds, help=f"number of seeds (5 is 0,1,2,3,4), or the seeds (0,3,7); default: {said}"
+            "--seeds",
+            default=seeds,
+            help=f"number of seeds (5 is 0,1,2,3,4), or the seeds (0,3,7); default: {default_text}",
         )
         group.add_argument(
             "--runner",
@@ -161,18 +165,18 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
         >>> split_words(["a.yaml", "--trainer.max_rounds", "3", "--seeds=2"])
         (['a.yaml', '--seeds=2'], ['--trainer.max_rounds', '3'])
     """
-    own: list[str] = []
+    command_words: list[str] = []
     passed: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not PASSED_ON.match(word):
-            own.append(word)
+            command_words.append(word)
             continue
         passed.append(word)
         if "=" not in word and rest and not rest[0].startswith("--"):
             passed.append(rest.pop(0))
-    return own, passed
+    return command_words, passed
 
 
 def parse_seeds(text: str) -> list[int]:

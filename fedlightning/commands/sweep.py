@@ -42,22 +42,22 @@ Writes DIR/sweep.json (all trials) and DIR/best.yaml (the best values, to be rea
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    made = Parser("sweep", "--config FILE", DESCRIPTION, EXAMPLES)
-    made.add_list("-c", "--config", metavar="FILE", help="file of the run, as for fit")
-    made.add_folder("--out", "runs/sweep", "folder for all files")
-    made.add_passed_on()
-    values = made.add_argument_group("values")
-    made.add_list("--grid", metavar="KEY=A,B,C", help="values of an option to try", group=values)
+    command = Parser("sweep", "--config FILE", DESCRIPTION, EXAMPLES)
+    command.add_list("-c", "--config", metavar="FILE", help="file of the run, as for fit")
+    command.add_folder("--out", "runs/sweep", "folder for all files")
+    command.add_passed_on()
+    values = command.add_argument_group("values")
+    command.add_list("--grid", metavar="KEY=A,B,C", help="values of an option to try", group=values)
     ranges = "range of an option: log:LOW:HIGH, uniform:LOW:HIGH, int:LOW:HIGH or choice:A,B,C"
-    made.add_list("--search", metavar="KEY=RANGE", help=ranges, group=values)
+    command.add_list("--search", metavar="KEY=RANGE", help=ranges, group=values)
     values.add_argument("--trials", type=int, default=20, help="number of values that --search tries; default: 20")
     values.add_argument("--search-seed", type=int, default=0, help="seed of --search; default: 0")
     values.add_argument("--metric", default="loss", help="metric to optimise, on validation data; default: loss")
     values.add_argument("--test", action="store_true", help="score the best trial (only) on test data at the end")
     values.add_argument("--test-metric", default="accuracy", help="metric that --test shows; default: accuracy")
     values.add_argument("--json", action="store_true", help="print the trials as one line of JSON too, the last one")
-    made.add_runs("1")
-    return made
+    command.add_runs("1")
+    return command
 
 
 def sweep(words: Sequence[str], main: Main) -> int:
@@ -98,7 +98,7 @@ def sweep(words: Sequence[str], main: Main) -> int:
         if options.test and search.best is not None:
             test_best(search, search.best, options, screen, main)
     if options.json:
-        rows = [{"name": one.name, "values": one.values, "objective": one.objective} for one in search.ranked]
+        rows = [{"name": trial.name, "values": trial.values, "objective": trial.objective} for trial in search.ranked]
         print_json("sweep", out=options.out, metric=options.metric, trials=rows)
     return 1 if states["failed"] or search.best is None else 0
 

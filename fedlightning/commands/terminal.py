@@ -15,7 +15,7 @@ from fedlightning.compat.rich_tables import print_whole
 
 
 def console() -> Console:
-    """Return the terminal, with 100 columns if the output is no terminal."""
+    """Return the terminal, with 100 columns if the output is not a terminal."""
     return Console() if sys.stdout.isatty() else Console(width=100)
 
 

@@ -1,6 +1,6 @@
 """Code written for `import pytorch_lightning`, the same library under its old name but a separate tree of classes.
 
-`lightning.pytorch` and `pytorch_lightning` are generated from one source. A class of one is no subclass of the other's,
+`lightning.pytorch` and `pytorch_lightning` are generated from one source. A class of one is not a subclass of the other's,
 though, so a module built on `pytorch_lightning.LightningModule` is none for `lightning.pytorch.Trainer`. Two ways out:
 
 * :func:`use_lightning_for_pytorch_lightning`, before the user's code is imported: `import pytorch_lightning` then gives

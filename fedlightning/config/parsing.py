@@ -159,7 +159,7 @@ class CommandLine(LightningCLI):
         try:
             self.config = parser.parse_args(args)
         except UnicodeDecodeError as error:
-            raise InputError(f"{_undecodable(args)} is no UTF-8 text ({error.reason}). Save it as UTF-8.") from None
+            raise InputError(f"{_undecodable(args)} is not UTF-8 text ({error.reason}). Save it as UTF-8.") from None
         trainer = self.config.get("trainer")
         if not isinstance(trainer, Namespace):
             raise InputError(
@@ -187,7 +187,7 @@ class CommandLine(LightningCLI):
                 dumped.update(plain_values(self.parser, self.config))
             return dumped.get(key)
 
-        # In the place of Lightning's, which give the hyper-parameters of a wrapper to what is inside it too.
+        # In place of Lightning's, which give the hyper-parameters of a wrapper to what is inside it too.
         self.parser.add_instantiator(Maker(partial(section, "model")), LightningModule)
         self.parser.add_instantiator(Maker(partial(section, "data")), LightningDataModule)
 
@@ -249,7 +249,7 @@ def refuse_grids(words: Sequence[str]) -> None:
 
 
 def _undecodable(words: Sequence[str]) -> str:
-    """Return the file among words of a command line that is no text."""
+    """Return the file among words of a command line that is not text."""
     for word in words:
         path = Path(word.rpartition("=")[2])
         with suppress(OSError, ValueError):

@@ -51,7 +51,7 @@ def refuse_misread(words: Sequence[str], config: Any) -> None:
 
 
 def is_plain(text: str) -> bool:
-    """Return whether a text is no number, or one in plain digits."""
+    """Return whether a text is not a number, or one in plain digits."""
     return _OF_YAML.fullmatch(text) is None and (text.isascii() or not text.replace(".", "").strip("+-").isdigit())
 
 
@@ -166,7 +166,7 @@ def check_values(config: Mapping[str, Any], trainer: type) -> None:
                 needed = _needed(kind, key)
                 if needed:
                     raise InputError(
-                        f"{path}: null is no value for it; it must be {needed}. Leave it out for its default."
+                        f"{path}: null is not a value for it; it must be {needed}. Leave it out for its default."
                     )
             if package in CHECKED:
                 ours = package == "fedlightning" and not (kind is not None and may_be_infinite(kind, key))

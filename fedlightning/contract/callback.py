@@ -47,7 +47,7 @@ METHODS = (staticmethod, classmethod, property, cached_property)
 
 
 def refuse_misspelt(kind: type, allowed: Collection[str], classes: Collection[type]) -> None:
-    """Refuse public methods that are no hooks but nearly have the name of one, and hooks that are gone.
+    """Refuse public methods that are not hooks but nearly have the name of one, and hooks that are gone.
 
     Args:
         kind: The class that is being defined.
@@ -355,7 +355,7 @@ class FederatedCallback(Callback):
 
 
 def refuse_lost_facts(kind: type[FederatedCallback], instance: FederatedCallback | None = None) -> None:
-    """Refuse a class whose facts are in the place of those of a base, and do not say what these do.
+    """Refuse a class whose facts are in place of those of a base, and do not say what these do.
 
     Args:
         kind: The class.

@@ -26,8 +26,8 @@ class Change(StrEnum):
     PARTS = "leaves entries out of what is sent"
     ONE_WAY = "does not send clients the entries of the model that it asks back"
     SMALLER = "cuts entries of what is sent"
-    ALTERS = "puts something that it makes of the update in the place of entries that are sent"
-    PRIVATE = "sends entries that never leave a client, in the place of its own"
+    ALTERS = "puts something that it makes of the update in place of entries that are sent"
+    PRIVATE = "sends entries that never leave a client, in place of its own"
     IN_STEP = "keeps at a client what has to agree with what the server has taken in"
     READS = "reads a client's samples beside the batches of its training"
     ELSEWHERE = "takes the gradient of a step elsewhere than at the parameters that step"
@@ -64,7 +64,7 @@ METHODS = {
     "global_module": "has a model of its own for stage G",
     "personal_module": "deploys another model at each client",
     "final_jobs": "adapts models after the last round",
-    "encode": "sends a code in the place of what a client sends",
+    "encode": "sends a code in place of what a client sends",
 }
 """What follows from a method that a callback claims, as the end of a sentence after its name."""
 FOLLOWS = METHODS | {
@@ -87,7 +87,7 @@ def describe_change(change: str) -> str:
 
 
 def refuse_other_words(owner: str, changes: object, names: Collection[str] = ()) -> None:
-    """Refuse what is no collection of changes: nothing would ever be found in it.
+    """Refuse what is not a collection of changes: nothing would ever be found in it.
 
     Raises:
         TypeError: With what to write.

@@ -36,7 +36,7 @@ class ClientSelection(FederatedCallback):
         """Change a job before its message is made (`replace(job, work=1)`), or leave it out (`None`). Chains.
 
         It runs for every job of a client that a plan asks for, probes without training (`job.work == 0`) too, in the order
-        of the jobs. A plan gets an update with `left_out` and an `error` for what is left out, which is no failure.
+        of the jobs. A plan gets an update with `left_out` and an `error` for what is left out, which is not a failure.
         """
         return job
 
@@ -105,26 +105,26 @@ class TrainingData(FederatedCallback):
     """Base of callbacks that draw the batches of local training in a way of their own."""
 
     def training_batches(self, client: Client, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return the loader of a fit on a client's own training data, in the place of the client's. A role."""
+        """Return the loader of a fit on a client's own training data, in place of the client's. A role."""
         raise NotImplementedError
 
 
 class UpdateCodec(FederatedCallback):
-    """Base of callbacks that send a shorter code in the place of entries: everybody else sees what it stands for.
+    """Base of callbacks that send a shorter code in place of entries: everybody else sees what it stands for.
 
     A client's update is encoded after everybody's `on_send`, and decoded on arrival, before it is checked and before anybody
     sees it. Bytes are those of the code.
     """
 
     def encode(self, client: Client, update: Update) -> None:
-        """Put a code into `update.extras`, declared in `wire().up`, in the place of entries of `update.state`. A role."""
+        """Put a code into `update.extras`, declared in `wire().up`, in place of entries of `update.state`. A role."""
         raise NotImplementedError
 
     def decode(self, server: Server, message: Message, update: Update) -> State:
         """Return the entries that the code of an update stands for; what came is not to be trusted.
 
         Raises:
-            ValueError: If it is no code: its client has failed.
+            ValueError: If it is not code: its client has failed.
         """
         raise NotImplementedError
 

@@ -39,8 +39,8 @@ class Extra:
         gaps: Whether a NaN or an infinity may stand for what is not there. Else all numbers are finite.
         by_class: Whether it is made of means by class of the client's samples, which a
             :class:`~fedlightning.contract.families.Protection` can make in the method's place.
-        told: Whether it only tells of the client, and nothing that is combined goes by it: whatever its size, it is no update
-            that explodes (`failures.update_limit`).
+        told: Whether it only tells of the client, and nothing that is combined goes by it: whatever its size, it is not an
+            update that explodes (`failures.update_limit`).
         due: Tags of the messages (an ordinary visit's is empty) whose updates must bring it, if the client has trained or was
             not to train.
 

@@ -155,7 +155,7 @@ class Exporter:
     A wrapped module is another class than the user's (a dual extractor) or holds other entries (adapters put into
     it); it is written down along, as a plain tree under ``"fedlightning"``, and :func:`load` opens it;
     ``load_from_checkpoint`` says so, in the list of names that do not fit. So is a module with
-    hyper-parameters that are no plain values, which the file must not hold: a file with code in it is a file that runs code.
+    hyper-parameters that are not plain values, which the file must not hold: a file with code in it is a file that runs code.
 
     Frozen parameters of a wrapped module that are as every module was built (`base_of`) are not in its file: they lie once
     in `base-HASH.pt` beside the global model, and :func:`load` puts both together.
@@ -207,7 +207,7 @@ class Exporter:
                 self._write(temporary, module)
                 if self._writer.left_out and not header.keys() & {"wrapped", "module"}:
                     left = ", ".join(self._writer.left_out)
-                    self._write_down("module", module, f"{path.name} is without {left}, which are no plain values")
+                    self._write_down("module", module, f"{path.name} is without {left}, which are not plain values")
                     self._write(temporary, module)
 
     @contextmanager
@@ -326,7 +326,7 @@ def load(
     except UntrustedError as error:
         raise UntrustedError(f"{path} is not opened: {error} (trust=True: whatever it names).") from None
     except (UnreadableError, NotPlainError) as error:
-        raise UnreadableError(f"{path} is no checkpoint that a run exported: {error}.") from None
+        raise UnreadableError(f"{path} is not a checkpoint that a run exported: {error}.") from None
     return loaded
 
 
@@ -352,7 +352,7 @@ def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: d
     try:
         return loaded.eval()
     except (RecursionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise UnreadableError(f"what it holds is no whole module ({error})") from None
+        raise UnreadableError(f"what it holds is not a whole module ({error})") from None
 
 
 def _put_base(loaded: LightningModule, path: Path, base: Any, module: LightningModule | None) -> None:
@@ -471,7 +471,7 @@ def _from_class(path: Path, checkpoint: dict[str, Any], trust: Trust, hparams: d
             raise
         raise UnreadableError(str(error)) from None
     if not isinstance(cls, type) or not issubclass(cls, LightningModule):
-        raise UnreadableError(f"{name} is no LightningModule")
+        raise UnreadableError(f"{name} is not a LightningModule")
     if trust is not True:
         refuse_untrusted_names(checkpoint, trust)
     try:

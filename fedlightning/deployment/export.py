@@ -48,7 +48,7 @@ from fedlightning.storage.files import (
     write_text_atomically,
     writing,
 )
-from fedlightning.tensors import equal, load_state, module_state, state_digest
+from fedlightning.tensors import State, equal, load_state, module_state, state_digest
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,11 @@ class Deploy(PlainTask):
         if not self.write:
             return Deployed(self.client, self.module(runner, record)), None
         try:
-            module = self.module(runner, record)
+            module = None if self._is_plainly_shared(runner, record) else self.module(runner, record)
         except BaseException as error:  # of the user's code: the algorithm asks it for losses, say
             return self.lost(describe_error(client_failure(error))), None
-        if self.shared is not None and self.shared.kind(runner.blueprint) is type(module):
-            if equal(module_state(module), self.shared.state):
-                return Deployed(self.client, is_shared=True), None
+        if module is None or self._is_shared(runner, type(module), module_state(module)):
+            return Deployed(self.client, is_shared=True), None
         folder = runner.folder if self.folder is None else Path(self.folder)
         if folder is None:
             return self.lost("its machine was given no folder to write to"), None
@@ -130,6 +129,18 @@ class Deploy(PlainTask):
         about = {"client": self.client, **self.about}
         exporter_of(runner.blueprint).save(path, module, about, runner.blueprint.architecture_of(self.client))
         return Deployed(self.client, path=str(path), content=self._content(path, module) if self.bring else None), None
+
+    def _is_plainly_shared(self, runner: ClientRuntime, record: ClientRecord) -> bool:
+        """Return True if the client deploys the global model, as far as it is seen without building its module."""
+        blueprint = runner.blueprint
+        entries = blueprint.plain_entries(record.personal | self.message.state, self.client)
+        if self.kept or entries is None or runner.callbacks.role("personal_module") is not None:
+            return False
+        return self._is_shared(runner, type(blueprint.template_of(blueprint.architecture_of(self.client))), entries)
+
+    def _is_shared(self, runner: ClientRuntime, kind: type, entries: State) -> bool:
+        shared = self.shared
+        return shared is not None and shared.kind(runner.blueprint) is kind and equal(entries, shared.state)
 
     def _content(self, path: Path, module: LightningModule) -> dict[str, Any]:
         """Return what is in the checkpoint, without the description of a module that the server can write itself."""
@@ -167,7 +178,7 @@ class Predict(PlainTask):
 
     Attributes:
         deploy: The client's model.
-        model: A model of the server, in the place of the client's.
+        model: A model of the server, in place of the client's.
         client: The client; `None`: everybody, on the union of all test data.
         arguments: Arguments of the Trainer that predicts.
     """
@@ -437,7 +448,7 @@ class Brought:
                 describe(content[OWN], module)
 
     def _fault(self, client: str, content: Mapping[str, Any] | None) -> str | None:
-        """Return why this is no checkpoint of the client; `None`: it is one."""
+        """Return why this is not a checkpoint of the client; `None`: it is one."""
         state, header = (content or {}).get("state_dict"), (content or {}).get(OWN)
         entries = isinstance(state, dict) and all(isinstance(entry, Tensor) for entry in state.values())
         if not entries or not isinstance(header, dict) or header.get("client") != client:

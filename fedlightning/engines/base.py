@@ -116,7 +116,7 @@ class ClientRecords:
 
     def forget(self, clients: Iterable[str], key: str) -> None:
         """Delete what a callback keeps at clients; who has nothing of it keeps its record as it is."""
-        for client in (one for one in clients if key in self.get(one).state):
+        for client in (client_id for client_id in clients if key in self.get(client_id).state):
             record = self.get(client)
             self.put(client, replace(record, state={name: kept for name, kept in record.state.items() if name != key}))
 
@@ -254,8 +254,8 @@ class Visit:
         return sum(samples) * max(work, 1)
 
     def _sources(self, runner: ClientRuntime) -> Iterable[str]:
-        own = self.client != POOLED and self.message.data == "train"
-        return [self.client] if own else runner.described.client_ids
+        only_client = self.client != POOLED and self.message.data == "train"
+        return [self.client] if only_client else runner.described.client_ids
 
     def run(self, runner: ClientRuntime, record: ClientRecord) -> tuple[Update, ClientRecord | None]:
         update, after = carry_out(runner, self.message, record, self.evaluate)

@@ -85,10 +85,10 @@ class ServerModel:
     @classmethod
     def of(cls, state: State, owner: tuple[str, str]) -> ServerModel:
         """Return the model as it arrives in another process."""
-        made = cls.__new__(cls)
-        made._module = None
-        made.__dict__.update(state=state, owner=owner)
-        return made
+        model = cls.__new__(cls)
+        model._module = None
+        model.__dict__.update(state=state, owner=owner)
+        return model
 
     def kind(self, blueprint: Blueprint) -> type:
         """Return the class of the module."""
@@ -115,10 +115,10 @@ class ServerModel:
 
 
 def _whole(module: LightningModule) -> ServerModel:
-    made = ServerModel.__new__(ServerModel)
-    made._module = module
-    made.__dict__["owner"] = None
-    return made
+    model = ServerModel.__new__(ServerModel)
+    model._module = module
+    model.__dict__["owner"] = None
+    return model
 
 
 def _parts(module: LightningModule) -> Iterator[tuple[str, LightningModule]]:
@@ -127,51 +127,51 @@ def _parts(module: LightningModule) -> Iterator[tuple[str, LightningModule]]:
             yield path, part
 
 
-def _alike(one: nn.Module, other: nn.Module) -> bool:
+def _alike(module: nn.Module, other: nn.Module) -> bool:
     """Whether two modules differ in the values of their entries only."""
-    if type(one) is not type(other):
+    if type(module) is not type(other):
         return False
-    mine, theirs = dict(one.named_modules()), dict(other.named_modules())
+    mine, theirs = dict(module.named_modules()), dict(other.named_modules())
     if {path: type(part) for path, part in mine.items()} != {path: type(part) for path, part in theirs.items()}:
         return False
-    first, second = module_state(one), module_state(other)
+    first, second = module_state(module), module_state(other)
     if first.keys() != second.keys() or any(
         (value.shape, value.dtype) != (second[name].shape, second[name].dtype) for name, value in first.items()
     ):
         return False
-    known: dict[tuple[int, int], Any] = {
+    compared: dict[tuple[int, int], Any] = {
         (id(part), id(theirs[path])): None for path, part in mine.items()
     }  # these are compared here, one by one
-    return all(_same(_attributes(part), _attributes(theirs[path]), known) for path, part in mine.items())
+    return all(_same(_attributes(part), _attributes(theirs[path]), compared) for path, part in mine.items())
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:
     kept = {
         name: value for name, value in part.named_buffers(recurse=False) if name in part._non_persistent_buffers_set
     }
-    own = {name: value for name, value in vars(part).items() if name not in NOT_COMPARED and "hooks" not in name}
-    return own | {f"buffer {name}": value for name, value in kept.items()}
+    compared = {name: value for name, value in vars(part).items() if name not in NOT_COMPARED and "hooks" not in name}
+    return compared | {f"buffer {name}": value for name, value in kept.items()}
 
 
-def _same(one: Any, other: Any, known: dict[tuple[int, int], Any]) -> bool:
+def _same(value: Any, other: Any, compared: dict[tuple[int, int], Any]) -> bool:
     """Whether two values are equal: tensors and plain values by themselves, other objects as they would be pickled."""
-    if one is other or (id(one), id(other)) in known:
+    if value is other or (id(value), id(other)) in compared:
         return True
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    if type(one) is not type(other):
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
+    if type(value) is not type(other):
         return False
-    if isinstance(one, PLAIN):
-        return bool(one == other) or repr(one) == repr(other)
-    known[id(one), id(other)] = one, other
-    if type(one) is dict:
-        return one.keys() == other.keys() and all(_same(value, other[key], known) for key, value in one.items())
-    if type(one) in (list, tuple):
-        return len(one) == len(other) and all(_same(*pair, known) for pair in zip(one, other, strict=True))
-    if isinstance(one, FunctionType):  # those that a module makes for itself, as metrics do
-        return one.__code__ == other.__code__ and _same(_around(one), _around(other), known)
+    if isinstance(value, PLAIN):
+        return bool(value == other) or repr(value) == repr(other)
+    compared[id(value), id(other)] = value, other
+    if type(value) is dict:
+        return value.keys() == other.keys() and all(_same(value, other[key], compared) for key, value in value.items())
+    if type(value) in (list, tuple):
+        return len(value) == len(other) and all(_same(*pair, compared) for pair in zip(value, other, strict=True))
+    if isinstance(value, FunctionType):  # those that a module makes for itself, as metrics do
+        return value.__code__ == other.__code__ and _same(_around(value), _around(other), compared)
     try:
-        return one == other or _same(_inside(one), _inside(other), known)
+        return value == other or _same(_inside(value), _inside(other), compared)
     except Exception:  # it cannot be compared: the module travels whole
         return False
 
@@ -184,10 +184,10 @@ def _around(function: FunctionType) -> list[Any]:
 
 def _inside(value: Any) -> Any:
     """Return what an object is made of."""
-    found = value.__reduce_ex__(4)
-    if isinstance(found, str):
+    reduced = value.__reduce_ex__(4)
+    if isinstance(reduced, str):
         raise TypeError(f"{value!r} is known by its name")
-    return [list(part) if place > 2 and part is not None else part for place, part in enumerate(found)]
+    return [list(part) if place > 2 and part is not None else part for place, part in enumerate(reduced)]
 
 
 @dataclass(frozen=True)
@@ -236,9 +236,9 @@ class ScoreModel:
 
     def cost(self, runner: ClientRuntime) -> float:
         """Return the number of samples of the first split."""
-        known = runner.described
-        sources = known.client_ids if EVERYBODY in self.clients else self.clients
-        return sum(known.num_samples(client, self.evaluate.splits[0]) for client in sources)
+        data = runner.described
+        sources = data.client_ids if EVERYBODY in self.clients else self.clients
+        return sum(data.num_samples(client, self.evaluate.splits[0]) for client in sources)
 
     def run(self, runner: ClientRuntime, record: ClientRecord) -> tuple[list[Row], ClientRecord | None]:
         return score_in_turn(runner, self.scoring(runner, record))
@@ -253,10 +253,10 @@ class ScoreModel:
                 for source in _sources(runner, client, self.evaluate, self.others):
                     yield from _requests(runner, client, source, module, self.scored, places)
 
-        found = iter((yield requests()))
+        answers = iter((yield requests()))
         rows = []
-        for place, known in places:
-            rows += place.rows(self.scored, next(found) if known is None else known)
+        for place, scores in places:
+            rows += place.rows(self.scored, next(answers) if scores is None else scores)
         return rows, None
 
     def lost(self, reason: str) -> list[Row]:
@@ -334,20 +334,20 @@ class ScoreClient:
 
             def requests() -> Iterator[ScoreRequest]:
                 for split, data, make in _sources(runner, self.client, self.evaluate, self.others):
-                    known, size = self.known.get((split, data), ({}, 0)) if is_global else ({}, 0)
-                    if known:
-                        places.append((Place(self.client, split, data, size), dict(known)))
+                    scores, size = self.known.get((split, data), ({}, 0)) if is_global else ({}, 0)
+                    if scores:
+                        places.append((Place(self.client, split, data, size), dict(scores)))
                         continue
                     assert module is not None
                     yield from _requests(runner, self.client, (split, data, make), module, self.scored, places)
 
-            found = iter((yield requests()))
+            answers = iter((yield requests()))
             bind(runner, client)  # others may have been opened meanwhile
             rows = []
-            for place, known in places:
-                scores = next(found) if known is None else known
-                own = place.data == LOCAL and not self.kept and self.scored.model != UNSEEN
-                if own and module is not None and not isinstance(scores, MissingScores):
+            for place, known_scores in places:
+                scores = next(answers) if known_scores is None else known_scores
+                is_own = place.data == LOCAL and not self.kept and self.scored.model != UNSEEN
+                if is_own and module is not None and not isinstance(scores, MissingScores):
                     try:
                         runner.callbacks.event("on_client_evaluated", client, stage, place.split, scores, module)
                     except BaseException as error:
@@ -363,10 +363,10 @@ class ScoreClient:
         if not self.known or self.kept or self.shared is None or not client.is_unbuilt:
             return False
         wanted = {(split, data) for split, data, _ in _sources(runner, self.client, self.evaluate, self.others)}
-        known = {place for place, (scores, _) in self.known.items() if scores}
+        places = {place for place, (scores, _) in self.known.items() if scores}
         asked = ("personal_module", *(("on_client_evaluated",) if self.scored.model != UNSEEN else ()))
         claimed = any(callback.claims(name) for callback in runner.callbacks for name in asked)
-        return not claimed and wanted <= known and equal(client.entries, self.shared)
+        return not claimed and wanted <= places and equal(client.entries, self.shared)
 
     def lost(self, reason: str) -> list[Row]:
         """A gap for each split."""
@@ -384,8 +384,8 @@ class Lost(list[Row]):
 def gaps(client: str, data: str, evaluate: Evaluate, scored: ScoredModel, reason: str) -> Iterator[Row]:
     """Yield a gap for each split."""
     for split in evaluate.splits:
-        one = (scored.round, scored.stage, scored.model, scored.checkpoint, data, split, client)
-        yield Gap(*one, "", math.nan, 0, reason)
+        columns = (scored.round, scored.stage, scored.model, scored.checkpoint, data, split, client)
+        yield Gap(*columns, "", math.nan, 0, reason)
 
 
 def _first_gap(rows: Iterable[Row]) -> tuple[str, str] | None:
@@ -418,10 +418,10 @@ class Place:
 
     def rows(self, scored: ScoredModel, scores: Scores) -> list[Row]:
         """Return the scores as rows."""
-        one = (scored.round, scored.stage, scored.model, scored.checkpoint, self.data, self.split, self.client)
+        columns = (scored.round, scored.stage, scored.model, scored.checkpoint, self.data, self.split, self.client)
         if isinstance(scores, MissingScores):
-            return [Gap(*one, "", math.nan, self.size, scores.reason)]
-        return [Row(*one, metric, value, self.size) for metric, value in scores.items()]
+            return [Gap(*columns, "", math.nan, self.size, scores.reason)]
+        return [Row(*columns, metric, value, self.size) for metric, value in scores.items()]
 
 
 Make = Callable[[], DataLoader[Any] | None]

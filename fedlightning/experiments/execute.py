@@ -219,7 +219,7 @@ class Estimate:
         self.finished = {name: list(seconds) for name, seconds in seconds_by_name.items()}
 
     def ended(self, task: Task, seconds: float | None) -> None:
-        """Record the end of a run. `seconds` is `None` if it is no measure for other runs."""
+        """Record the end of a run. `seconds` is `None` if it measures nothing for other runs."""
         self.left.remove(task)
         if seconds is not None:
             self.finished.setdefault(task.name, []).append(seconds)

@@ -70,7 +70,7 @@ def read_grid(path: Path, folder: Path) -> Grid:
         folder: Where to write files of what stands in the grid itself.
 
     Raises:
-        InputError: If it is no grid.
+        InputError: If it is not a grid.
     """
     block = Block(read_yaml(path), str(path), "the grid")
     count = 0
@@ -128,7 +128,7 @@ class Request:
         matrix: Whether runs are tested with every client's model on every client's data.
         leave_one_out: Whether every method is also trained without each client.
         columns: Columns that the data of every method need to have, for subgroups.
-        grid: File of a grid, in the place of `files`; empty: there is none.
+        grid: File of a grid, in place of `files`; empty: there is none.
     """
 
     files: list[str]

@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the named values of a YAML file.
 
     Raises:
-        InputError: If there is no such file, it is no YAML, it holds no named values, or one of them twice.
+        InputError: If there is no such file, it is not a YAML, it holds no named values, or one of them twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.load(text, _NamedValues)  # a SafeLoader
         refuse_expansion(content)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{path} is no YAML that can be read: {' '.join(str(error).split())[:200]}.") from error
+        raise InputError(f"{path} is not a YAML that can be read: {' '.join(str(error).split())[:200]}.") from error
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     if not isinstance(content, dict):
@@ -114,7 +114,7 @@ class Block:
         raise self.error(f"has no '{key}'." + (f" Is '{near}' misspelt?" if near is not None else ""))
 
     def take_blocks(self, key: str, short: str | None = None) -> Iterator[tuple[str, Block]]:
-        """Return blocks by their names; a value that is no block stands for its key `short`."""
+        """Return blocks by their names; a value that is not a block stands for its key `short`."""
         for name, value in self.take(key, Names, {}).items():
             whole = {short: value} if short is not None and not isinstance(value, Mapping) else value
             yield name, self._make_block(whole, f"{key.removesuffix('s')} '{name}'")

@@ -80,7 +80,7 @@ class Hooks:
         self._of_callbacks = [
             (callback, of_callback(type(callback)) | (vars(callback).keys() & CALLBACK_HOOKS)) for callback in callbacks
         ]
-        self._of_anybody = self._of_module.union(*(own for _, own in self._of_callbacks))
+        self._of_anybody = self._of_module.union(*(hooks for _, hooks in self._of_callbacks))
 
     def overridden(self, name: str) -> bool:
         """Return True if the module has its own `name`."""
@@ -91,8 +91,8 @@ class Hooks:
         module = self._module
         return [
             partial(getattr(callback, name), self._trainer, module)
-            for callback, own in self._of_callbacks
-            if name in own and only(callback)
+            for callback, hooks in self._of_callbacks
+            if name in hooks and only(callback)
         ]
 
     def find(self, name: str) -> Hook | None:
@@ -189,10 +189,8 @@ def find_run_refusal(arguments: Mapping[str, Any], callbacks: Iterable[Callback]
     return None
 
 
-def find_visit_refusal(module: LightningModule, loader: Any, limit: int | float | None, keeps: bool) -> str | None:
+def find_visit_refusal(module: LightningModule, loader: Any, limit: int | float | None) -> str | None:
     """Return the reason why a fit cannot use the fast loop, or `None` if there is none."""
-    if keeps:
-        return "optimizer_state='keep' is restored by Lightning's own checkpoint"
     if set(vars(module)) & {"log", "log_dict", "training_step"}:
         return f"a method of {type(module).__name__} is set on the instance"
     return find_loader_refusal(loader, limit) or find_class_refusal(type(module)) or of_hyperparameters(module)

@@ -137,13 +137,13 @@ class RowTable(Rows):
 
     def where(self, kind: Callable[..., bool], since: int = 0) -> list[Row]:
         """Return the rows of some kinds and rounds. Of what lies in a file, only parts that may hold such are read."""
-        wanted = {place for place, known in enumerate(self._known) if kind(*known)}
-        found: list[Row] = []
+        wanted = {place for place, labels in enumerate(self._known) if kind(*labels)}
+        rows: list[Row] = []
         for part in self._spilled:
             if part.last_round >= since and not wanted.isdisjoint(part.kinds):
-                found += [row for row in self._part(part) if row.round >= since and kind(*KIND(row))]
+                rows += [row for row in self._part(part) if row.round >= since and kind(*KIND(row))]
         pairs = zip(self._rounds, self._kinds, strict=True)
-        return found + [self._row(at) for at, (round, place) in enumerate(pairs) if round >= since and place in wanted]
+        return rows + [self._row(at) for at, (round, place) in enumerate(pairs) if round >= since and place in wanted]
 
     def _part(self, part: Spilled) -> list[Row]:
         rows = self._read(*part.where)
@@ -181,7 +181,7 @@ class RowTable(Rows):
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
         if isinstance(index, slice):
             try:
-                return [self[one] for one in range(*index.indices(len(self)))]
+                return [self[position] for position in range(*index.indices(len(self)))]
             finally:
                 self._last_read = (None, [])
         index = range(len(self))[index]
@@ -444,11 +444,11 @@ class FastEvaluator:
         loaders: Iterable[DataLoader[Any]],
         testing: bool,
         start: Callable[[int], None],
-        found: list[dict[str, float]],
+        scores: list[dict[str, float]],
     ) -> None:
         """Append the scores on each loader, up to the first one that must be scored alone."""
-        known = (type(module), testing) in self._tried and may_stay_open(module)
-        if not known or self._refusal(module) is not None:
+        is_tried = (type(module), testing) in self._tried and may_stay_open(module)
+        if not is_tried or self._refusal(module) is not None:
             return
         home, before, trainer = module.device, trainer_of(module), self._blueprint.trainer
         losses, limit = self._blueprint.losses, names_of(testing).limit(trainer)
@@ -461,7 +461,7 @@ class FastEvaluator:
                     losses.reset()
                     with read_for_scores(loader):
                         logged = evaluation.run(loader)
-                    found.append(numbers(logged, module) or losses.result())
+                    scores.append(numbers(logged, module) or losses.result())
         except FastLoopRefused:
             self.refused.add(type(module))
         finally:

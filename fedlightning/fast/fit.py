@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -27,7 +28,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.fit import FitJob
+from fedlightning.client.fit import IN_MEMORY, REBUILT, FitJob, of_module
 from fedlightning.client.probes import TRANSFERS
 from fedlightning.compat.lightning_runs import class_takes_index, without_warnings
 from fedlightning.datamodules.indexed import ResidentBatches, resident_batches
@@ -308,15 +309,15 @@ class FastFitter:
     def refusal(self, module: LightningModule, loader: Any) -> str | None:
         """Return why only Lightning's Trainer can train a module on a loader; `None`: this loop can."""
         settings = self._blueprint.settings
-        limit, keeps = settings.trainer_arguments.get("limit_train_batches"), settings.optimizer_state == "keep"
+        limit = settings.trainer_arguments.get("limit_train_batches")
         of_class = refusals.find_class_refusal(
             type(module)
-        )  # first: what its `configure_callbacks` adds is no work of the environment
-        return of_class or self._of_run or refusals.find_visit_refusal(module, loader, limit, keeps)
+        )  # first: what its `configure_callbacks` adds is not the work of the environment
+        return of_class or self._of_run or refusals.find_visit_refusal(module, loader, limit)
 
     def fit(self, job: FitJob) -> FastTrainer:
         """Train the client's module in place."""
-        job.start_sampler(0, 0, 1)
+        job.start_sampler(job.epochs_before, 0, 1)
         module, base, visit, loader = job.client.module, self._blueprint.trainer, job.visit, job.loader
         precision = base.precision_plugin
         if getattr(precision, "scaler", None) is not None:
@@ -331,18 +332,28 @@ class FastFitter:
             collector,
             loader=loader,
             num_batches=refusals.num_batches(loader, base.limit_train_batches),
-            max_epochs=visit.work if in_epochs else -1,
-            max_steps=-1 if in_epochs else visit.work,
+            max_epochs=job.limit if in_epochs else -1,
+            max_steps=-1 if in_epochs else job.limit,
         )
         trainer.show(job.inside)
         job.client.scratch["trainer"] = trainer
+        kept = job.record if job.keeps else None
         with without_warnings():
-            FastFit(trainer, collector, bool(job.settings.trainer_arguments.get("detect_anomaly"))).run()
+            FastFit(trainer, collector, bool(job.settings.trainer_arguments.get("detect_anomaly")), kept).run()
         return trainer
 
     def release(self, trainer: FastTrainer) -> None:
         """Let go of the module."""
         trainer.release()
+
+
+class Checkpoint(dict[str, Any]):
+    """A Lightning checkpoint as far as the fast loop has it; who asks for more gets Lightning's own."""
+
+    def __missing__(self, name: str) -> Any:
+        if name in REBUILT:
+            raise FastLoopRefused(f"a hook reads {name!r} of a checkpoint")
+        raise KeyError(name)
 
 
 class FastFit:
@@ -352,9 +363,16 @@ class FastFit:
         trainer: Stand-in for the Trainer, with its loader and limits.
         collector: Collects what the module logs.
         detect_anomaly: Look for the backward function that makes a NaN.
+        kept: What the client keeps of fits, where optimizers go on: it is read before the fit, and written after it.
     """
 
-    def __init__(self, trainer: FastTrainer, collector: LogCollector, detect_anomaly: bool = False) -> None:
+    def __init__(
+        self,
+        trainer: FastTrainer,
+        collector: LogCollector,
+        detect_anomaly: bool = False,
+        kept: dict[str, Any] | None = None,
+    ) -> None:
         self.trainer, self.collector, self.module = trainer, collector, trainer.lightning_module
         self.clock = vars(trainer)  # the counters are written here: as attributes, the stand-in refuses them
         self.detect_anomaly = detect_anomaly
@@ -362,6 +380,8 @@ class FastFit:
         self.scaler = getattr(self.precision, "scaler", None)
         self.limits = (trainer.max_steps, trainer.max_epochs)
         self.window_done = False
+        self.kept = kept
+        self.counts = {"batches": 0, "windows": 0}
 
     # -- the fit ---------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -382,6 +402,8 @@ class FastFit:
             hooks.run("on_fit_end")
             hooks.run("teardown", stage="fit")
             trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
+            if self.kept is not None:
+                self._keep(self.kept)
         except BaseException as error:
             for hook in hooks.callbacks("on_exception"):
                 hook(error)
@@ -403,11 +425,14 @@ class FastFit:
         if hooks.overridden("configure_model"):
             with base.tensor_init_context(), self.precision.module_init_context():
                 module.configure_model()
+        kept = self._restored()
         self.precision.convert_module(module)
         if self.device.type != "cpu":
             module.to(self.device)
         self._make_optimizers()
         hooks.run("on_fit_start")
+        if kept is not None:
+            self._go_on(kept)
         module.zero_grad()
         self.trainer.set_up_data()
         self.batches = resident_batches(self.trainer.train_dataloader, self.device) or self.trainer.train_dataloader
@@ -425,16 +450,68 @@ class FastFit:
             self.clock["optimizers"] = [configured]
             return
         attributes = vars(module)
-        own = attributes.get("configure_optimizers")
+        method = attributes.get("configure_optimizers")
         attributes["configure_optimizers"] = lambda: configured  # it has been called; Lightning would call it again
         try:
             trainer.strategy.setup_optimizers(trainer)  # type: ignore[arg-type]
         finally:
             del attributes["configure_optimizers"]
-            if own is not None:
-                attributes["configure_optimizers"] = own
+            if method is not None:
+                attributes["configure_optimizers"] = method
         self.clock["optimizers"] = trainer.strategy.optimizers
         self.clock["lr_scheduler_configs"] = trainer.strategy.lr_scheduler_configs
+
+    # -- optimizers that go on -------------------------------------------------------------------------------------
+    def _restored(self) -> Checkpoint | None:
+        """Show what was kept to the hooks that load it, and return it; `None` in a first visit."""
+        module, hooks, kept = self.module, self.hooks, self.kept
+        if kept is None or "checkpoint" not in kept:
+            return None
+        self.trainer.__dict__["ckpt_path"] = IN_MEMORY
+        checkpoint = Checkpoint(self._of_module("on_load_checkpoint") | copy.deepcopy(kept["checkpoint"]))
+        for hook in hooks.own("on_load_checkpoint"):
+            hook(checkpoint)
+            module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+        for hook in hooks.callbacks("on_load_checkpoint"):
+            hook(checkpoint)
+        for callback in self.trainer.callbacks:
+            if state := checkpoint["callbacks"].get(callback.state_key):
+                callback.load_state_dict(copy.deepcopy(state))
+        return checkpoint
+
+    def _go_on(self, checkpoint: Checkpoint) -> None:
+        """Restore clocks, the gradient scaler, optimizers and schedulers."""
+        name = type(self.precision).__qualname__
+        if name in checkpoint:
+            self.precision.load_state_dict(checkpoint[name])
+        assert self.kept is not None
+        self.clock.update(current_epoch=self.kept["epochs"], global_step=self.kept["steps"])
+        for optimizer, state in zip(self.trainer.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+        for config, state in zip(self.trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
+            config.scheduler.load_state_dict(state)
+
+    def _keep(self, kept: dict[str, Any]) -> None:
+        """Keep what Lightning's checkpoint would hold; the module's own entries are kept elsewhere."""
+        trainer = self.trainer
+        states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
+        optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        checkpoint = Checkpoint(
+            self._of_module("on_save_checkpoint"),
+            callbacks={name: state for name, state in states.items() if state},
+            optimizer_states=move_data_to_device(optimizers, "cpu") if self.device.type != "cpu" else optimizers,
+            lr_schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        )
+        if state := self.precision.state_dict():
+            checkpoint[type(self.precision).__qualname__] = state
+        self.hooks.run("on_save_checkpoint", checkpoint)
+        kept.update(epochs=self.clock["current_epoch"], steps=self.clock["global_step"])
+        kept.update({name: kept.get(name, 0) + count for name, count in self.counts.items()})
+        kept["checkpoint"] = {name: value for name, value in checkpoint.items() if name not in REBUILT}
+
+    def _of_module(self, hook: str) -> dict[str, Any]:
+        """Return the entries of a checkpoint that the module has itself, if a hook may read them."""
+        return {} if self.hooks.find(hook) is None else of_module(self.module)
 
     def _bind(self) -> None:
         """Look up once what every batch needs."""
@@ -457,6 +534,7 @@ class FastFit:
         loader = self.trainer.train_dataloader
         epoch_start, epoch_end = hooks.find("on_train_epoch_start"), hooks.epoch_end()
         batches: Iterator[Any] = iter(self.batches)  # Lightning makes the first epoch's before on_train_start
+        first = clock["current_epoch"]
         hooks.run("on_train_start")
         while not self._done:
             epoch = clock["current_epoch"]
@@ -466,7 +544,7 @@ class FastFit:
                 set_epoch(loader, epoch)
             if epoch_start is not None:
                 epoch_start()
-            if epoch > 0 or self.is_addressed:
+            if epoch > first or self.is_addressed:
                 batches = iter(self.batches)
             whole = self._epoch(batches)
             collector.end_batches()
@@ -481,7 +559,7 @@ class FastFit:
 
     def _epoch(self, batches: Iterator[Any]) -> bool:
         """Run one epoch; return True if it reached its last batch."""
-        clock, collector, module = self.clock, self.collector, self.module
+        clock, collector, module, counts = self.clock, self.collector, self.module, self.counts
         last, max_steps = clock["num_training_batches"] - 1, self.limits[0]
         one_step = self.one_step.automatic if module.automatic_optimization else self.one_step.manual
         clock["is_last_batch"] = False
@@ -490,6 +568,7 @@ class FastFit:
             batch = next(batches)
             index += 1
             self.index = index
+            counts["batches"] += 1
             clock["is_last_batch"] = index == last
             if self.converts or self.moves:
                 batch = self._to_device(batch)
@@ -500,6 +579,7 @@ class FastFit:
                 break
             window = clock["accumulate_grad_batches"]
             self.window_done = (index + 1) % window == 0 or index == last
+            counts["windows"] += self.window_done
             outputs = one_step(batch, index, self.window_done)
             if self.schedules:
                 if self.window_done:

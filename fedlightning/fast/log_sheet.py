@@ -114,10 +114,10 @@ def log_call(hook: str, name: str, *args: Any, **options: Any) -> LogCall:
 
     `prog_bar` changes no value, and on one device neither do the `sync_dist` arguments and `rank_zero_only`.
     """
-    given = _LOG.bind(None, name, None, *args, **options).arguments
-    reduce_fx = given.get("reduce_fx", "mean")
-    rule = rule_of(hook, name, given.get("logger"), given.get("on_step"), given.get("on_epoch"), reduce_fx)
-    return LogCall(rule, given.get("batch_size"), given.get("enable_graph", False), reduce_fx)
+    arguments = _LOG.bind(None, name, None, *args, **options).arguments
+    reduce_fx = arguments.get("reduce_fx", "mean")
+    rule = rule_of(hook, name, arguments.get("logger"), arguments.get("on_step"), arguments.get("on_epoch"), reduce_fx)
+    return LogCall(rule, arguments.get("batch_size"), arguments.get("enable_graph", False), reduce_fx)
 
 
 def wide_dtype() -> torch.dtype:
@@ -152,12 +152,12 @@ NUMBERS: dict[torch.dtype, Callable[[float], np.floating[Any]]] = {
 """Type of a number, by the type in which values are added up."""
 
 
-def reduce(reduction: str, given: list[Value], sizes: list[Any], start: torch.dtype) -> Value:
+def reduce(reduction: str, numbers: list[Value], sizes: list[Any], start: torch.dtype) -> Value:
     """Return Lightning's running reduction of scalars."""
-    if len(given) == 1 and not isinstance(given[0], Tensor):
-        return _number_alone(reduction, given[0], sizes[0])
-    device = next((value.device for value in given if isinstance(value, Tensor)), None)
-    values = [as_tensor(value, device) for value in given]
+    if len(numbers) == 1 and not isinstance(numbers[0], Tensor):
+        return _number_alone(reduction, numbers[0], sizes[0])
+    device = next((value.device for value in numbers if isinstance(value, Tensor)), None)
+    values = [as_tensor(value, device) for value in numbers]
     kinds = {value.dtype for value in values}
     if kinds == {start} and (reduction != "mean" or all(type(size) is int for size in sizes)):
         if len(values) == 1:  # what is logged at the end of an epoch
@@ -166,8 +166,8 @@ def reduce(reduction: str, given: list[Value], sizes: list[Any], start: torch.dt
         if reduction in ("min", "max"):
             result = (np.minimum if reduction == "min" else np.maximum).reduce(rows)
         else:
-            terms = rows * np.array(sizes, dtype=rows.dtype) if reduction == "mean" else rows
-            result = np.add.accumulate(terms, dtype=rows.dtype)[-1] + rows.dtype.type(0)  # never -0.0
+            weighted = rows * np.array(sizes, dtype=rows.dtype) if reduction == "mean" else rows
+            result = np.add.accumulate(weighted, dtype=rows.dtype)[-1] + rows.dtype.type(0)  # never -0.0
             if reduction == "mean":
                 result = result / rows.dtype.type(sum(sizes))
         return torch.tensor(result, device=values[0].device)
@@ -314,10 +314,10 @@ class LogCollector:
     ) -> None:
         """Log a value, as `LightningModule.log`."""
         hook = self._names["_current_fx_name"]
-        given = (on_step, on_epoch, reduce_fx, prog_bar, logger, add_dataloader_idx, metric_attribute)
+        options = (on_step, on_epoch, reduce_fx, prog_bar, logger, add_dataloader_idx, metric_attribute)
         entry = self._entries.get((hook, name))
-        if entry is None or entry.given != given:
-            entry = self._entry(hook, name, given, value, enable_graph)
+        if entry is None or entry.given != options:
+            entry = self._entry(hook, name, options, value, enable_graph)
         if self._last_hook != hook:
             if self._first is not False:
                 for other in self._entries.values():
@@ -341,27 +341,27 @@ class LogCollector:
             entry.values.append(value)
             entry.sizes.append(self._size() if batch_size is None and entry.reduction == "mean" else batch_size)
 
-    def _entry(self, hook: str | None, name: str, given: tuple[Any, ...], value: Any, enable_graph: bool) -> Entry:
+    def _entry(self, hook: str | None, name: str, options: tuple[Any, ...], value: Any, enable_graph: bool) -> Entry:
         spare = self._spare.pop((hook, name), None) if hook is not None else None
-        if spare is not None and spare.given == given and not enable_graph and (hook, name) not in self._entries:
+        if spare is not None and spare.given == options and not enable_graph and (hook, name) not in self._entries:
             if spare.metric is (value if isinstance(value, Metric) else None):
                 self._entries[spare.hook, name] = spare
                 self._by_step = self._by_step or spare.on_step
                 return spare
-        on_step, on_epoch, reduce_fx, _, logger, add_dataloader_idx, metric_attribute = given
+        on_step, on_epoch, reduce_fx, _, logger, add_dataloader_idx, metric_attribute = options
         if hook is None or enable_graph or (add_dataloader_idx and "/dataloader_idx_" in name):
             raise FastLoopRefused(
                 f"self.log({name!r}) is called with enable_graph, outside a hook, or for a dataloader"
             )
         if isinstance(value, Metric) and metric_attribute is None:
             if not any(child is value for child in self._module.modules()):
-                raise FastLoopRefused(f"the metric logged as {name!r} is no attribute of the module")
+                raise FastLoopRefused(f"the metric logged as {name!r} is not an attribute of the module")
         rule = rule_of(hook, name, logger, on_step, on_epoch, reduce_fx)
         if not rule.reduction or not (rule.on_step or rule.on_epoch):
             raise FastLoopRefused(f"self.log({name!r}) asks for reduce_fx={reduce_fx!r}")
         if (hook, name) in self._entries:
             raise FastLoopRefused(f"self.log({name!r}) is called twice in {hook} with different arguments")
-        entry = Entry(**vars(rule), hook=hook, given=given, dtype=wide_dtype())
+        entry = Entry(**vars(rule), hook=hook, given=options, dtype=wide_dtype())
         entry.metric = value if isinstance(value, Metric) else None
         self._entries[hook, name] = entry
         self._by_step = self._by_step or rule.on_step

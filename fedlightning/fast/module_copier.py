@@ -70,8 +70,12 @@ class Copier:
     def holds(self, state: Mapping[str, torch.Tensor]) -> bool:
         """Return True if :meth:`copy` can replace the module's own entries by `state`."""
         for name, value in state.items():
-            own = self._kept[self._places[name]] if self._recipe is not None and name in self._places else None
-            if own is None or (own.shape, own.dtype, own.device) != (value.shape, value.dtype, value.device):
+            tensor = self._kept[self._places[name]] if self._recipe is not None and name in self._places else None
+            if tensor is None or (tensor.shape, tensor.dtype, tensor.device) != (
+                value.shape,
+                value.dtype,
+                value.device,
+            ):
                 return False
         return True
 
@@ -101,8 +105,10 @@ class Copier:
         places = {id(kept): place for place, kept in enumerate(self._kept)}
         state = self.module.state_dict(keep_vars=True)
         named = {name: places[id(value)] for name, value in state.items() if id(value) in places}
-        held = list(named.values())
-        return {name: place for name, place in named.items() if self._tensors.get(place) and held.count(place) == 1}
+        places_named = list(named.values())
+        return {
+            name: place for name, place in named.items() if self._tensors.get(place) and places_named.count(place) == 1
+        }
 
     def _record(self) -> bytes:
         file = io.BytesIO()
@@ -120,8 +126,8 @@ class _Recorder(pickle.Pickler):
         """Put a module's attributes straight into the copy; `nn.Module.__setstate__` is for old files only."""
         kind: Any = type(obj)
         plain = isinstance(obj, nn.Module) and kind.__setstate__ is nn.Module.__setstate__
-        own: Any = object
-        if not plain or kind.__reduce_ex__ is not own.__reduce_ex__ or kind.__getstate__ is not own.__getstate__:
+        base: Any = object
+        if not plain or kind.__reduce_ex__ is not base.__reduce_ex__ or kind.__getstate__ is not base.__getstate__:
             return NotImplemented
         return copyreg.__newobj__, (kind,), vars(obj), None, None, _set_attributes  # type: ignore[attr-defined]
 

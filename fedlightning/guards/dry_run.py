@@ -57,18 +57,18 @@ SMALL: dict[str, Any] = {
 Answer = TypeVar("Answer")
 
 
-def small_arguments(given: Mapping[str, Any], held_out: Sequence[str]) -> dict[str, Any]:
+def small_arguments(arguments: Mapping[str, Any], held_out: Sequence[str]) -> dict[str, Any]:
     """Return the arguments that are others in the two rounds of a dry run.
 
     Args:
-        given: The trainer's arguments.
+        arguments: The trainer's arguments.
         held_out: Clients that are scored as unseen ones.
     """
     return SMALL | {
-        "local_steps" if given["local_steps"] is not None else "local_epochs": 1,
+        "local_steps" if arguments["local_steps"] is not None else "local_epochs": 1,
         "held_out": held_out,
-        "evaluation": replace(given["evaluation"], every=1, seconds=None, clients=None),
-        "failures": FailurePolicy(update_limit=given["failures"].update_limit),
+        "evaluation": replace(arguments["evaluation"], every=1, seconds=None, clients=None),
+        "failures": FailurePolicy(update_limit=arguments["failures"].update_limit),
     }
 
 
@@ -104,14 +104,14 @@ def distinct_clients(data: DataSummary, architecture_of: Callable[[str], str] = 
     ids = [client for client in data.client_ids if data.num_samples(client) > 0]
     if len(ids) <= FEW:
         return ids
-    found: dict[Any, str] = {}
+    client_by_kind: dict[Any, str] = {}
     for client in ids:
         size = data.loaders.get(client, {}).get("batch_size") or 1
         counts = data.classes.get(client)
         classes = None if counts is None else sum(count > 0 for count in counts)
         has = tuple(data.num_samples(client, split) > 0 for split in ("val", "test"))
-        found.setdefault((architecture_of(client), min(size, data.num_samples(client)), classes, has), client)
-    chosen = list(found.values())[:MOST]
+        client_by_kind.setdefault((architecture_of(client), min(size, data.num_samples(client)), classes, has), client)
+    chosen = list(client_by_kind.values())[:MOST]
     return chosen if len(chosen) > 1 else ids[:2]
 
 
@@ -155,9 +155,9 @@ def dry_run(whole: Federation, small: Federation, rounds: int) -> DryRun:
         small.finish()
     report.peak_bytes = int(torch.cuda.max_memory_allocated()) if cuda else 0
     report.problems = list(dict.fromkeys(f"{failure['reason']}" for failure in small.server.failures))
-    said = [str(item.message) for item in caught if issubclass(item.category, UserWarning)]
-    told = [text for text in dict.fromkeys(said) if not any(problem in text for problem in report.problems)]
-    report.warnings = told[:10]
+    texts = [str(item.message) for item in caught if issubclass(item.category, UserWarning)]
+    new_texts = [text for text in dict.fromkeys(texts) if not any(problem in text for problem in report.problems)]
+    report.warnings = new_texts[:10]
     return report
 
 
@@ -200,14 +200,14 @@ def _role(callback: Any, module: nn.Module) -> CallbackRole:
         options = {name: repr(getattr(callback, name)) for name in names if hasattr(callback, name)}
         return CallbackRole(type(callback).__name__, options, hooks=hooks)
     events = [name for name, value in vars(FederatedCallback).items() if inspect.isfunction(value)]
-    own = [name for name in events if not name.startswith("_") and callback.claims(name)]
+    events_claimed = [name for name in events if not name.startswith("_") and callback.claims(name)]
     wire = callback.wire(module)
     return CallbackRole(
         type(callback).__name__,
         {name: repr(value) for name, value in callback.hyperparameters().items()},
         key=callback.key,
         weighting="its own" if callable(callback.weighting) else callback.weighting or "",
-        hooks=[name for name in own if name not in ("claims", "hyperparameters", "wire", "check")] + hooks,
+        hooks=[name for name in events_claimed if name not in ("claims", "hyperparameters", "wire", "check")] + hooks,
         down=list(wire.down),
         up=list(wire.up),
     )
@@ -222,11 +222,11 @@ def _allow(small: Federation, batches: int) -> None:
         runner.settings.local_steps = batches
 
 
-def _seconds_of_a_step(one: dict[str, list[float]], several: dict[str, list[float]], steps: int) -> float:
+def _seconds_of_a_step(single: dict[str, list[float]], several: dict[str, list[float]], steps: int) -> float:
     """Return the seconds of a step, from visits of one step and visits of `steps` steps together."""
-    before, after = one.get("Visit", []), several.get("Visit", [])
+    before, after = single.get("Visit", []), several.get("Visit", [])
     mean = sum(before) / max(len(before), 1)
-    if several is one or len(after) != len(before) or steps <= len(before):
+    if several is single or len(after) != len(before) or steps <= len(before):
         return mean
     return max((sum(after) - sum(before)) / (steps - len(before)), 0.0)
 

@@ -148,9 +148,9 @@ def _lines(run: DryRun, most: int = 12) -> Iterator[str]:
     frozen = "" if run.trainable == run.parameters else f", {run.trainable:,} of them train"
     if not run.architectures:
         yield f"  model      {run.model}: {run.parameters:,} parameters{frozen}; {run.shared:,} numbers travel"
-    for name, own in run.architectures.items():
-        clients = f"{len(own['clients'])} clients" if own["clients"] else "the server"
-        yield f"  model      {name} ({own['class']}): {own['parameters']:,} parameters, {clients}"
+    for name, about in run.architectures.items():
+        clients = f"{len(about['clients'])} clients" if about["clients"] else "the server"
+        yield f"  model      {name} ({about['class']}): {about['parameters']:,} parameters, {clients}"
     if run.architectures:
         yield f"  shared     {run.shared:,} numbers of the model travel"
     yield f"  batch      {run.batch}"

@@ -126,16 +126,16 @@ class Explosions(Part):
         entry = {"round": round, "client": client, "what": what, "entry": None, "value": _plain(value), "usual": usual}
         if what == UPDATE:
             entry["entry"] = self._entries.get(client)
-            said = f"the update of client '{client}' has the norm {value:.3g} (most in '{entry['entry']}')"
+            sentence = f"the update of client '{client}' has the norm {value:.3g} (most in '{entry['entry']}')"
         else:
-            said = f"{what} of client '{client}' is {value:.3g}"
+            sentence = f"{what} of client '{client}' is {value:.3g}"
             if client in self._entries:
                 entry["entry"] = self._entries[client]
-                said += f" (its update moves '{entry['entry']}' most)"
+                sentence += f" (its update moves '{entry['entry']}' most)"
         self.warnings.append(entry)
         than = f"; {usual:.3g} has been usual so far" if usual is not None else ""
         warn(
-            f"Round {round}: {said}{than}. Training diverges: lower the learning rate, or clip gradients "
+            f"Round {round}: {sentence}{than}. Training diverges: lower the learning rate, or clip gradients "
             "(gradient_clip_val). This is told once for every client."
         )
 

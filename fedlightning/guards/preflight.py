@@ -134,8 +134,8 @@ class PreflightQuestions:
     @cached_property
     def splits(self) -> tuple[str, ...]:
         """Splits of which any client has samples."""
-        known = self.engine.runner.described
-        return tuple(split for split in SPLITS if any(known.num_samples(client, split) for client in known.client_ids))
+        data = self.engine.runner.described
+        return tuple(split for split in SPLITS if any(data.num_samples(client, split) for client in data.client_ids))
 
     @cached_property
     def first_client(self) -> str | None:
@@ -201,7 +201,7 @@ class PreflightQuestions:
 
     def scored_clients(self) -> None:
         """Refuse `evaluation.clients` where every client's scores are needed, or where those that it drew have none."""
-        server, known = self.server, self.engine.runner.described
+        server, described = self.server, self.engine.runner.described
         if server.population.all_are_scored:
             return
         for callback in server.callbacks:
@@ -213,7 +213,7 @@ class PreflightQuestions:
                 )
         for split in (split for split, data in self.scored_splits.items() if "local" in data):
             drawn, having = (
-                [client for client in clients if known.num_samples(client, split)]
+                [client for client in clients if described.num_samples(client, split)]
                 for clients in (server.population.scored, server.clients)
             )
             if having and not drawn:
@@ -242,9 +242,9 @@ class PreflightQuestions:
         others = sorted(size for name, size in sizes.items() if name != client and size)
         if len(others) > 1 and sizes[client] > FAR * (usual := others[len(others) // 2]):
             share = sizes[client] / sum(sizes.values())
-            said = f"client '{client}' says that it has {sizes[client]} training samples, {share:.1%} of all"
+            claim = f"client '{client}' says that it has {sizes[client]} training samples, {share:.1%} of all"
             warn(
-                f"{add_site_name(said, client, self.engine.sites.get(client))}; the median of the others is {usual}. It is "
+                f"{add_site_name(claim, client, self.engine.sites.get(client))}; the median of the others is {usual}. It is "
                 "weighted by them in a mean, and nobody here can check it: if you do not believe it, leave it out, or "
                 "weight uniformly."
             )
@@ -299,15 +299,15 @@ class PreflightQuestions:
             "averaged over the clients": [name for name in names if kinds[name] == "float_buffer"],
             "taken from the first client": [name for name in names if kinds[name] == "int_buffer"],
         }
-        said = [
-            f"{listed(map(repr, found))} {'is' if len(found) == 1 else 'are'} {how}"
-            for how, found in ways.items()
-            if found
+        clauses = [
+            f"{listed(map(repr, buffers))} {'is' if len(buffers) == 1 else 'are'} {how}"
+            for how, buffers in ways.items()
+            if buffers
         ]
-        if said:
+        if clauses:
             warn(
-                f"Training changes buffers of {user_class(module).__name__}: after each round {' and '.join(said)}, and sent "
-                "to all. That is no sum over the clients, and nobody's own value. If that is not meant: "
+                f"Training changes buffers of {user_class(module).__name__}: after each round {' and '.join(clauses)}, "
+                "and sent to all. That is not a sum over the clients, and nobody's own value. If that is not meant: "
                 f"FedPer(personal={names[:5]}) or float_buffers='local' keep them with each client, and "
                 "register_buffer(..., persistent=False) makes them new in every visit."
             )
@@ -341,8 +341,8 @@ class PreflightQuestions:
         answers = list(self.engine.map([*tasks, *steps])) if tasks or steps else []
         self.tried.update(zip(steps, answers[len(tasks) :], strict=True))
         answered = iter(answers)
-        for callback, found in findings:
-            answer = next(answered) if isinstance(found, PreflightTask) else found
+        for callback, answerable in findings:
+            answer = next(answered) if isinstance(answerable, PreflightTask) else answerable
             if answer.refusal is not None:
                 missing = "public data" in answer.refusal and self._no_public
                 if missing or answer.cause is None:
@@ -395,7 +395,7 @@ class PreflightQuestions:
 
 
 def refuse_quantized(module: LightningModule) -> None:
-    """Refuse layers of whole numbers (`torch.ao`): their weights are no entries, so that nobody sends or saves them.
+    """Refuse layers of whole numbers (`torch.ao`): their weights are not entries, so that nobody sends or saves them.
 
     Raises:
         ConfigurationError: Naming a layer.

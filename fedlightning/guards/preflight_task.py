@@ -27,7 +27,7 @@ from fedlightning.tensors import entry_kinds
 if TYPE_CHECKING:
     from fedlightning.guards.preflight import PreflightQuestions
 
-FACTS = {*(one.name for one in fields(RunTerms)), "num_samples", "drifts"} - {"lightning_callbacks"}
+FACTS = {*(term.name for term in fields(RunTerms)), "num_samples", "drifts"} - {"lightning_callbacks"}
 """Plain values of a :class:`~fedlightning.contract.Setup`; a check that is answered elsewhere is sent these."""
 
 REQUIRED = {"training_loss": AutomaticOptimization("adds a term to the loss that training_step returns")}
@@ -61,7 +61,7 @@ class StepFinding:
 
 
 def make_setup(
-    terms: PreflightQuestions | PreflightTask,
+    questions: PreflightQuestions | PreflightTask,
     runner: ClientRuntime,
     modules: Mapping[str, LightningModule],
     architecture: str,
@@ -74,7 +74,7 @@ def make_setup(
     """Return what callbacks see in their `check` of an architecture; what costs something is looked up when it is asked for.
 
     Args:
-        terms: What is known of the federation beside its modules and the clients' batches.
+        questions: What is known of the federation beside its modules and the clients' batches.
         runner: The client side of this process.
         modules: A built module of each architecture.
         architecture: Name of the architecture.
@@ -84,7 +84,7 @@ def make_setup(
         class_counts: As in the `Setup`.
         data_here: Whether the clients' data are in this process.
     """
-    module, blueprint, facts = modules[architecture], runner.blueprint, dict(terms.facts)
+    module, blueprint, facts = modules[architecture], runner.blueprint, dict(questions.facts)
 
     def local(read: Callable[[ClientRuntime], Any]) -> Callable[[], Any]:
         return partial(read, runner) if data_here else _ask_elsewhere
@@ -92,18 +92,18 @@ def make_setup(
     return Setup(
         module=module,
         template=blueprint.template_of(architecture),
-        modules=modules if terms.is_mixed else {},
+        modules=modules if questions.is_mixed else {},
         kinds=entry_kinds(module),
         callbacks=list(blueprint.callbacks),
         optimizers=optimizers_of(module),
         data=DataView(
             facts.pop("num_samples"),
             facts.pop("drifts"),
-            num_batches=lambda client: terms.batches[client],
+            num_batches=lambda client: questions.batches[client],
             first_batch=local(take_first_batch),
             train_loaders=local(train_loaders),
-            has_pooled=lambda split: split in terms.pooled,
-            has_split=lambda split: split in terms.splits,
+            has_pooled=lambda split: split in questions.pooled,
+            has_split=lambda split: split in questions.splits,
             knows_groups=local(knows_groups),
             coupled_records=local(lambda runner: str(runner.data.coupled_records)),
             class_counts=class_counts,
@@ -130,16 +130,16 @@ def _configured_callbacks(module: LightningModule) -> list[Callback]:
 
 def ask_callback(callback: FederatedCallback, setup: Setup) -> StepFinding:
     """Ask a callback's requirements, and then itself; return its refusal and what it warns of."""
-    said: list[str] = []
-    setup.warn = said.append
+    warnings: list[str] = []
+    setup.warn = warnings.append
     by_method = [requirement for name, requirement in REQUIRED.items() if callback.claims(name)]
     try:
         for requirement in (*by_method, *callback.facts.requires):
             requirement.check(callback, setup)
         callback.check(setup)
     except ValueError as error:
-        return StepFinding(refusal=str(error), said=said, cause=error)
-    return StepFinding(said=said)
+        return StepFinding(refusal=str(error), said=warnings, cause=error)
+    return StepFinding(said=warnings)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,9 @@ class PreflightTask(PlainTask):
             public=lambda: (loader, type(runner.data).__name__),
             shared_names=lambda without=None: self.shared["" if without is None else without.key],
         )
-        finding = ask_callback(next(one for one in blueprint.callbacks if one.key == self.callback), setup)
+        finding = ask_callback(
+            next(callback for callback in blueprint.callbacks if callback.key == self.callback), setup
+        )
         if finding.cause is not None:
             client_failure(finding.cause)
         return finding, None

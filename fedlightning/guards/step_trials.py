@@ -68,9 +68,13 @@ def probe_first_step(runner: ClientRuntime) -> FirstStepProbe:
 
 def refuse_sparse_gradients(blueprint: Blueprint, architecture: str, seen: FirstStepProbe) -> None:
     """Refuse callbacks that add to gradients of which the optimizer takes sparse ones only."""
-    correcting = next((one for one in blueprint.callbacks if corrects(one)), None)
-    sparse_only = seen.sparse and any(isinstance(one, torch.optim.SparseAdam) for one in seen.optimizers)
-    if correcting is not None and sparse_only and not any(one.claims("shared_names") for one in blueprint.callbacks):
+    correcting = next((callback for callback in blueprint.callbacks if corrects(callback)), None)
+    sparse_only = seen.sparse and any(isinstance(callback, torch.optim.SparseAdam) for callback in seen.optimizers)
+    if (
+        correcting is not None
+        and sparse_only
+        and not any(callback.claims("shared_names") for callback in blueprint.callbacks)
+    ):
         name = user_class(blueprint.template_of(architecture)).__name__
         raise ConfigurationError(
             f"The gradients of '{seen.sparse}' of {name} are sparse, {correcting.key} adds to gradients, and SparseAdam "
@@ -131,7 +135,7 @@ class FirstStepProbe(Callback):
 
 def _first_step(runner: ClientRuntime, batch: Any) -> tuple[FirstStepProbe, Exception | None]:
     """Take one step on a copy of the module; return what was seen, and what the step raised."""
-    client = next(one for one in runner.described.client_ids if runner.described.num_samples(one))
+    client = next(client_id for client_id in runner.described.client_ids if runner.described.num_samples(client_id))
     loader: DataLoader[Any] = DataLoader([batch], batch_size=None, collate_fn=_as_it_is)  # type: ignore[arg-type]
     with isolated(runner.settings.seed, "first step"), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -154,18 +158,18 @@ def _as_it_is(batch: Any) -> Any:
 # -- batches of one sample ---------------------------------------------------------------------------------------------
 def warn_single_sample_batches(runner: ClientRuntime) -> None:
     """Say which clients' last batch is a single sample, which BatchNorm cannot normalise: their visits would fail."""
-    found: dict[str, tuple[Any, int]] = {}  # client -> its loader, and its samples
+    clients: dict[str, tuple[Any, int]] = {}  # client -> its loader, and its samples
     for client in runner.described.client_ids[:MOST_LOADERS]:
         loader: Any = runner.data.client_dataloader(client, "train")
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.drop_last:
             continue
         counts = runner.described.over_rounds.get(client) or [len(loader.dataset)]  # type: ignore[arg-type]
-        count = next((one for one in counts if loader.batch_size and one % loader.batch_size == 1), None)
+        count = next((length for length in counts if loader.batch_size and length % loader.batch_size == 1), None)
         if count is not None:
-            found[client] = loader, count
-    if not found:
+            clients[client] = loader, count
+    if not clients:
         return
-    client, (loader, count) = next(iter(found.items()))
+    client, (loader, count) = next(iter(clients.items()))
     with preserve_generators(loader.dataset):
         alone = runner.blueprint.precision.convert_input(loader.collate_fn(samples_at(loader.dataset, [0])))
     _, error = _first_step(runner, alone)
@@ -180,7 +184,7 @@ def warn_single_sample_batches(runner: ClientRuntime) -> None:
             "Give the client more samples or leave the client out, or take another normalisation, such as GroupNorm."
         )
     warn(
-        f"The last batch of {len(found)} of {len(runner.described.client_ids)} clients ({listed(found)}) is a single "
+        f"The last batch of {len(clients)} of {len(runner.described.client_ids)} clients ({listed(clients)}) is a single "
         f"sample, which BatchNorm cannot normalise: client '{client}' has {count} training sample{'s' * (count > 1)} in "
         f"batches of {loader.batch_size}. Their visits will fail. {way_out}"
     )
@@ -223,7 +227,7 @@ class StopAfterOne(Callback):
         if self.epoch:
             pl_module.on_train_epoch_end()
         following = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.strict]
-        visit = next(one for one in trainer.callbacks if isinstance(one, VisitCallback))  # type: ignore[attr-defined]
+        visit = next(callback for callback in trainer.callbacks if isinstance(callback, VisitCallback))  # type: ignore[attr-defined]
         visit.look()
         raise OneBatchDone([config.monitor for config in following if config.monitor is not None], visit)
 
@@ -251,8 +255,8 @@ class StepTrial(PlainTask):
         with isolated(runner.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warnings.filterwarnings("default", f".*{UNCOPIED}")  # said once, which is here
-            made = runner.data.at_round(0).client_dataloader(self.client, self.split)
-            loader = None if made is None else spread(made, whole=self.split == "train")
+            source = runner.data.at_round(0).client_dataloader(self.client, self.split)
+            loader = None if source is None else spread(source, whole=self.split == "train")
             if loader is None or len(loader) == 0:
                 return StepFinding(None if loader is None else False), None
             module = runner.blueprint.build(self.client)
@@ -360,7 +364,7 @@ def _other_shapes(module: LightningModule, names: set[str], before: State, after
         return (
             f"Training changes the shape of '{name}' of {user_class(module).__name__}, from {tuple(before[name].shape)} to "
             f"{tuple(after[name].shape)}, and entries of models have the shapes of the server's. Give it its full size from "
-            "the start, or register it with persistent=False: it is no entry of the model then, and begins anew in every "
+            "the start, or register it with persistent=False: it is not an entry of the model then, and begins anew in every "
             "visit."
         )
     return None
@@ -457,7 +461,9 @@ class StepTrials:
         except Exception:
             trials = []
         logged = [trial.names for trial in trials if trial.refusal is None]
-        names = tuple(dict.fromkeys(name for one in logged for name in one))  # one client may lack what another has
+        names = tuple(
+            dict.fromkeys(name for trial_names in logged for name in trial_names)
+        )  # one client may lack what another has
         seen = self._probe
         step = FirstStep(
             tuple(seen.optimizers), seen.clips, names if logged else None, "val" in self.splits, seen.without_gradient
@@ -488,9 +494,9 @@ class StepTrials:
                 yield tried
 
     def _clients(self, split: str, architecture: str) -> Iterator[str]:
-        known = self.engine.runner.described
-        for client in known.client_ids:
-            if known.num_samples(client, split) and self.blueprint.architecture_of(client) == architecture:
+        data = self.engine.runner.described
+        for client in data.client_ids:
+            if data.num_samples(client, split) and self.blueprint.architecture_of(client) == architecture:
                 yield client
 
     def first(self) -> Iterator[StepTrial]:
@@ -509,17 +515,19 @@ class StepTrials:
         arguments = self.blueprint.settings.trainer_arguments
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return False
-        one = arguments.get("devices", 1) in (1, "1") and arguments.get("num_nodes", 1) == 1
-        return one and arguments.get("strategy", "auto") in ("auto", "single_device")
+        single = arguments.get("devices", 1) in (1, "1") and arguments.get("num_nodes", 1) == 1
+        return single and arguments.get("strategy", "auto") in ("auto", "single_device")
 
     # -- monitors ------------------------------------------------------------------------------------------------------
     def _watching(self, architecture: str) -> list[tuple[str, str]]:
         """Return callbacks and what they monitor; none beside a callback of the user's, which may log it and is not tried."""
         callbacks = self.blueprint.settings.callbacks
-        if not all(type(one).__module__.startswith(("lightning.", "pytorch_lightning.")) for one in callbacks):
+        if not all(
+            type(callback).__module__.startswith(("lightning.", "pytorch_lightning.")) for callback in callbacks
+        ):
             return []
-        strict = [one for one in callbacks if getattr(one, "strict", True)]
-        watching = [(type(one).__name__, getattr(one, "monitor", None)) for one in strict]
+        strict = [callback for callback in callbacks if getattr(callback, "strict", True)]
+        watching = [(type(callback).__name__, getattr(callback, "monitor", None)) for callback in strict]
         return [(owner, monitor) for owner, monitor in watching if isinstance(monitor, str)]
 
     def _refuse_unknown_monitors(self, monitors: Sequence[tuple[str, str]], architecture: str) -> None:
@@ -528,17 +536,19 @@ class StepTrials:
         if not monitors:
             return
         try:
-            found = [one for split in ("train", "val") for one in islice(self._tries(split, architecture, True), 1)]
+            trials = [
+                trial for split in ("train", "val") for trial in islice(self._tries(split, architecture, True), 1)
+            ]
         except Exception:  # the step that fails is found by the checks; of an epoch's end one batch tells nothing
             return
-        if any(one.refusal is not None for one in found):  # elsewhere, where it cannot raise here
+        if any(trial.refusal is not None for trial in trials):  # elsewhere, where it cannot raise here
             return
-        known = {name for one in found for name in one.names}
+        logged = {name for trial in trials for name in trial.names}
         for owner, monitor in monitors:
-            if not {monitor, monitor.removesuffix("_step"), monitor.removesuffix("_epoch")} & known:
+            if not {monitor, monitor.removesuffix("_step"), monitor.removesuffix("_epoch")} & logged:
                 raise ConfigurationError(
                     f"{owner} monitors '{monitor}', which {type(template).__name__} does not log. It logs "
-                    f"{', '.join(sorted(known)) or 'nothing'}."
+                    f"{', '.join(sorted(logged)) or 'nothing'}."
                 )
 
 

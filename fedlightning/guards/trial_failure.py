@@ -17,16 +17,21 @@ from fedlightning.errors import users_line
 
 
 def step_failure(
-    error: BaseException, module: LightningModule, split: str, client: str, loader: DataLoader[Any], own: CallbackList
+    error: BaseException,
+    module: LightningModule,
+    split: str,
+    client: str,
+    loader: DataLoader[Any],
+    callbacks: CallbackList,
 ) -> str:
     """Return what failed, where in the user's code, on what batch, and who has wrapped the module."""
     step = {"train": "training_step", "val": "validation_step", "test": "test_step"}[split]
     if split == "test" and not is_overridden("test_step", module):
         step = "validation_step"
-    wrapping = [callback.key for callback in own if callback.claims("wrap_module")]
+    wrapping = [callback.key for callback in callbacks if callback.claims("wrap_module")]
     ran = step in {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-    told = len(wrapping) > 1 or (wrapping and not ran)  # of one, the class's name tells
-    wrapped = f" The module is wrapped by {' and then '.join(wrapping)}." if told else ""
+    names_wrappers = len(wrapping) > 1 or (wrapping and not ran)  # of one, the class's name tells
+    wrapped = f" The module is wrapped by {' and then '.join(wrapping)}." if names_wrappers else ""
     what = f"{type(module).__name__}.{step}" if ran else f"The {'fit' if split == 'train' else 'evaluation'}"
     text = " ".join(str(error).split()).rstrip(".")
     place = users_line(error)

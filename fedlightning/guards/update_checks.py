@@ -77,16 +77,16 @@ class Norms:
         most = max(later * usual, reference) if before else first * reference
         return None if norm <= most else (most, usual if before else reference)
 
-    def note(self, client: str, visit: int, found: Mapping[str, float]) -> None:
+    def note(self, client: str, visit: int, norms: Mapping[str, float]) -> None:
         """Take in an update that was accepted. One that comes again, as when a visit is tried again, counts once."""
-        for what, norm in found.items():
+        for what, norm in norms.items():
             if 0.0 < norm < math.inf:
                 self._now.setdefault(what, {})[client, visit] = float(f"{norm:.6g}")  # the same in every engine
 
     def end_round(self) -> None:
         """Note what was usual in a round."""
-        for what, found in self._now.items():
-            self.usual[what] = [*self.usual.get(what, []), median(found.values())][-WINDOW:]
+        for what, norms in self._now.items():
+            self.usual[what] = [*self.usual.get(what, []), median(norms.values())][-WINDOW:]
         self._now.clear()
 
     def forget_round(self) -> None:
@@ -123,8 +123,8 @@ def _norm(value: Tensor) -> float:
 
 def norm_of_sent(values: Iterable[Tensor]) -> float:
     """Return the norm of what was sent; where that is all zeros, what it would be if all numbers were 1."""
-    found = list(values)
-    norm, ones = norm_of(found), math.sqrt(max(sum(value.numel() for value in found), 1))
+    tensors = list(values)
+    norm, ones = norm_of(tensors), math.sqrt(max(sum(value.numel() for value in tensors), 1))
     return norm if norm > TINY * ones else ones
 
 
@@ -141,7 +141,7 @@ def numbers_in(value: Any) -> list[Tensor]:
 
 COUNTERS = ("num_samples", "steps", "skipped", "own_steps", "selections")
 MOST = 2**53
-"""Counts beyond this are none: sums of them are no whole numbers any more."""
+"""Counts beyond this are none: sums of them are not whole numbers any more."""
 
 
 class UpdateChecks(Part):
@@ -167,7 +167,7 @@ class UpdateChecks(Part):
         callbacks = federation.server.callbacks
         sums = callbacks.find(SumCodec)
         hiding = [] if sums is None else [sums.key]
-        hiding += [one.key for one in callbacks.protecting if one.hides_clients]
+        hiding += [callback.key for callback in callbacks.protecting if callback.hides_clients]
         if hiding and self.norms.factor not in (None, FACTOR):
             raise ConfigurationError(
                 f"failures.update_limit={self.norms.factor:g} goes by single updates, which {hiding[0]} hides. Leave it out."
@@ -238,29 +238,32 @@ def find_update_fault(server: Server, message: Message, update: Update, sizes: S
     if not isinstance(update.model, str) or update.model not in server.models:
         return f"it is for model {update.model!r}; the server has {sorted(server.models)}"
     for name in ("round", "client", "tag", "links"):
-        said, asked = getattr(update, name), getattr(message, name)
-        if type(said) is not type(asked) or said != asked:
-            return f"it says {name}={said!r}, but answers the message with {name}={asked!r}"
+        answer, asked = getattr(update, name), getattr(message, name)
+        if type(answer) is not type(asked) or answer != asked:
+            return f"it says {name}={answer!r}, but answers the message with {name}={asked!r}"
     for name in COUNTERS:
         count = getattr(update, name)
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < MOST:
-            return f"{name} is {count!r}, which is no count"
+            return f"{name} is {count!r}, which is not a count"
     if update.contributed is not None and not isinstance(update.contributed, bool):
         return f"contributed is {update.contributed!r:.80}, which is neither yes nor no"
-    own = server.num_samples.get(message.client)
-    most = sum(server.num_samples.values()) if own is None else own
+    samples = server.num_samples.get(message.client)
+    most = sum(server.num_samples.values()) if samples is None else samples
     if update.num_samples > most:
         return f"num_samples is {update.num_samples}, but the client has {most} training samples"
     return (
         _fault_of_scores(server, update)
         or _fault_of_state(server, message, update, sizes)
-        or next(filter(None, (_fault_of_extras(server, message, update, one, sizes) for one in server.callbacks)), None)
+        or next(
+            filter(None, (_fault_of_extras(server, message, update, callback, sizes) for callback in server.callbacks)),
+            None,
+        )
     )
 
 
 def _fault_of_scores(server: Server, update: Update) -> str | None:
     if not _is_number(update.lr_sum) or not 0 <= update.lr_sum < math.inf:
-        return f"lr_sum is {update.lr_sum!r:.80}, which is no sum of learning rates"
+        return f"lr_sum is {update.lr_sum!r:.80}, which is not a sum of learning rates"
     if not isinstance(update.origin, str):
         return f"its origin is {update.origin!r:.80}, not the name of a model"
     metrics: Any = update.metrics
@@ -272,13 +275,13 @@ def _fault_of_scores(server: Server, update: Update) -> str | None:
             return f"its {name} are not a list of {len(kinds)} values each"
     logs: Any = update.logs
     if not isinstance(logs, list) or not all(map(_is_log, logs)):
-        return "what it has logged is no list of numbers or media by name"
+        return "what it has logged is not a list of numbers or media by name"
     train = [("L2", "local", "train", metric, value, 0) for metric, value in metrics.items()]
-    found = [(row, _fault_of_score(server, update.client, *row[1:])) for row in (*train, *update.evaluations)]
-    if any(why for _, why in found):  # gaps: the update itself is as good as any
-        update.gaps = [*update.gaps, *((*row[:3], why) for row, why in found if why)]
-        update.metrics = {row[3]: row[4] for row, why in found[: len(train)] if not why}
-        update.evaluations = [row for row, why in found[len(train) :] if not why]
+    scored = [(row, _fault_of_score(server, update.client, *row[1:])) for row in (*train, *update.evaluations)]
+    if any(why for _, why in scored):  # gaps: the update itself is as good as any
+        update.gaps = [*update.gaps, *((*row[:3], why) for row, why in scored if why)]
+        update.metrics = {row[3]: row[4] for row, why in scored[: len(train)] if not why}
+        update.evaluations = [row for row, why in scored[len(train) :] if not why]
     return None
 
 
@@ -286,11 +289,11 @@ def _fault_of_score(
     server: Server, client: str, data: str, split: str, metric: str, value: float, num_samples: int
 ) -> str | None:
     """Return why a score cannot be one; `None` if it can. One that is not defined may be a NaN."""
-    own = server.architecture() if client == EVERYBODY else server.architecture_of(client)
-    if (range := outside(own.metric_bounds, metric, value)) is not None:
+    architecture = server.architecture() if client == EVERYBODY else server.architecture_of(client)
+    if (range := outside(architecture.metric_bounds, metric, value)) is not None:
         return f"{metric} is {value:g}, and can only be in {range}"
-    known = data == "local" and split in SPLITS and client in server.population.sizes
-    most = server.population.sizes[client][SPLITS.index(split)] if known else 0
+    counted = data == "local" and split in SPLITS and client in server.population.sizes
+    most = server.population.sizes[client][SPLITS.index(split)] if counted else 0
     return f"{metric} is said to be of {num_samples} samples, and there are {most}" if 0 < most < num_samples else None
 
 
@@ -301,7 +304,9 @@ def _is_number(value: Any) -> bool:
 def _is_row(row: Any, kinds: tuple[type, ...]) -> bool:
     if not isinstance(row, tuple) or len(row) != len(kinds):
         return False
-    fits = (_is_number(one) if kind is float else isinstance(one, kind) for one, kind in zip(row, kinds, strict=True))
+    fits = (
+        _is_number(entry) if kind is float else isinstance(entry, kind) for entry, kind in zip(row, kinds, strict=True)
+    )
     return all(fits) and (kinds[-1] is not int or 0 <= row[-1] < MOST)
 
 
@@ -361,7 +366,7 @@ def _fault_of_part(server: Server, message: Message, name: str, value: Tensor, w
     if value.shape != most.shape and not server.callbacks.making(Change.SMALLER):
         return f"'{name}' has shape {tuple(value.shape)}, and is to have {tuple(most.shape)}"
     if value.ndim != most.ndim or any(have > want for have, want in zip(value.shape, most.shape, strict=True)):
-        return f"'{name}' has shape {tuple(value.shape)}, which is no part of {tuple(most.shape)}"
+        return f"'{name}' has shape {tuple(value.shape)}, which is not a part of {tuple(most.shape)}"
     return None
 
 
@@ -404,26 +409,26 @@ def _fault_of_extras(
     extras: Any = update.extras
     if not isinstance(extras, dict) or not all(isinstance(entry, Mapping) for entry in extras.values()):
         return "its extras are not named values by callback"
-    key, own = callback.key, server.architecture_of(message.client)
-    found = extras.get(key, {})
-    if not found:
+    key, architecture = callback.key, server.architecture_of(message.client)
+    entries = extras.get(key, {})
+    if not entries:
         extras.pop(key, None)  # nothing is as good as none
-    if not found and not callback.claims("wire") and not callback.claims("check_update"):
+    if not entries and not callback.claims("wire") and not callback.claims("check_update"):
         return None
-    wire = callback.wire(own.module)
+    wire = callback.wire(architecture.module)
     declared = wire.up
     for name, spec in declared.items():
         extra = Extra.of(spec)
-        if name not in found and message.tag in extra.due and (message.work == 0 or update.contributed):
+        if name not in entries and message.tag in extra.due and (message.work == 0 or update.contributed):
             return f"{key}'s '{name}' is missing"
         words = {size for size in extra.form if isinstance(size, str)} if isinstance(extra.form, tuple) else set()
-        for other in found if words and name not in found else ():
+        for other in entries if words and name not in entries else ():
             form = Extra.of(declared[other]).form if other in declared else ()
             if isinstance(form, tuple) and words & {*form}:
                 return f"{key}'s '{other}' comes without '{name}'"
     try:
-        known = sizes_in(message.extras.get(key, {}), wire.down)
-        check_extras(key, found, declared, own.shapes, known)
+        lengths = sizes_in(message.extras.get(key, {}), wire.down)
+        check_extras(key, entries, declared, architecture.shapes, lengths)
         measured = callback.check_update(server, message, update) or {}
     except ValueError as error:
         return str(error)
@@ -432,7 +437,7 @@ def _fault_of_extras(
         if fault is not None:
             return f"{key}'s {what} has {fault}"
     model = server.models[update.model]
-    for name, value in found.items():
+    for name, value in entries.items():
         fault = _fault_of_extra(server, update, f"{key}'s '{name}'", Extra.of(declared[name]), value, model, sizes)
         if fault is not None:
             return fault
@@ -459,22 +464,28 @@ def _fault_of_extra(
             return f"{what} is not dense and real"
         if extra.whole and (tensor.is_floating_point() or tensor.is_complex()):
             return f"{what} has dtype {tensor.dtype}, and is of whole numbers"
-    numbers = [torch.nan_to_num(one, 0.0, 0.0, 0.0) for one in tensors] if extra.gaps else tensors
+    numbers = (
+        [torch.nan_to_num(values_of_extra, 0.0, 0.0, 0.0) for values_of_extra in tensors] if extra.gaps else tensors
+    )
     norm = norm_of(numbers)
     if not math.isfinite(norm):
         return f"{what} holds NaN or infinite values"
     low = 0.0 if extra.counts else extra.low
     if (low, extra.high) != (-math.inf, math.inf):
         slack = 1e-6 * max(1.0, *(abs(end) for end in (low, extra.high) if math.isfinite(end)))  # of rounding
-        for one in numbers:
-            if one.numel() and not (low - slack <= float(one.min()) and float(one.max()) <= extra.high + slack):
+        for values_of_extra in numbers:
+            if values_of_extra.numel() and not (
+                low - slack <= float(values_of_extra.min()) and float(values_of_extra.max()) <= extra.high + slack
+            ):
                 return f"{what} is not in [{low:g}, {extra.high:g}]"
     total = server.num_samples.get(update.client, math.inf)
     total *= max(server.blueprint.settings.work, 1) if extra.counts == "seen" else 1
-    if extra.counts and sum(float(one.sum(dtype=torch.float64)) for one in numbers) > total:
+    if extra.counts and sum(float(values_of_extra.sum(dtype=torch.float64)) for values_of_extra in numbers) > total:
         return f"{what} counts more samples than the {total} of client '{update.client}'"
     if extra.whole or extra.counts or extra.gaps or extra.told:
         return None
     kind = "entries" if shaped else "extra"
-    fault = sizes.fault(what, kind, norm, lambda: math.sqrt(max(sum(one.numel() for one in numbers), 1)))
+    fault = sizes.fault(
+        what, kind, norm, lambda: math.sqrt(max(sum(values_of_extra.numel() for values_of_extra in numbers), 1))
+    )
     return None if fault is None else f"{what} has {fault}"

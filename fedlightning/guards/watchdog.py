@@ -64,8 +64,8 @@ class Watchdog:
         if outermost:
             signal.signal(signal.SIGINT, partial(self._interrupted, handler))
         before = self._deadline, self._who
-        own = self._attempts.clock() + timeout * allowance
-        self._set(own if before[0] is None else min(own, before[0]), clients)
+        deadline = self._attempts.clock() + timeout * allowance
+        self._set(deadline if before[0] is None else min(deadline, before[0]), clients)
         self._depth += 1
         try:
             try:

@@ -105,7 +105,7 @@ def ordered_layers(module: nn.Module, order: Sequence[str] | None = None) -> lis
     if order is not None:
         for name in order:
             if name not in leaves:
-                raise ValueError(unknown_name(name, leaves, "is no layer of " + type(module).__name__))
+                raise ValueError(unknown_name(name, leaves, "is not a layer of " + type(module).__name__))
         leaves = _rearranged(leaves, list(dict.fromkeys(order)))
     layers: list[Layer] = []
     early: list[Layer] = []  # statistics of norms without parameters, before every layer: they join the first

@@ -136,10 +136,10 @@ def canaries_for(power: float, most: int, leak: float, accounted: float, delta: 
         confidence: Of the bound.
 
     Raises:
-        ValueError: If the power is no probability between 0 and 1.
+        ValueError: If the power is not a probability between 0 and 1.
     """
     if not 0 < power < 1:
-        raise ValueError(f"power={power:g} is no probability between 0 and 1, with which canaries find a leak")
+        raise ValueError(f"power={power:g} is not a probability between 0 and 1, with which canaries find a leak")
     counts = range(USUAL, min(most, MOST) + 1, 2 * OUTER) or [most]
     powers: list[float] = []
     for count in counts:

@@ -37,7 +37,7 @@ class ClientModels(LightningModule):
         server: As given.
 
     Raises:
-        ValueError: If there is no model, a name cannot be used, ``assign`` is no rule or names an unknown model, or
+        ValueError: If there is no model, a name cannot be used, ``assign`` is not a rule or names an unknown model, or
             ``server`` is not among the models or is the only one.
 
     Example:
@@ -62,14 +62,14 @@ class ClientModels(LightningModule):
                 raise ValueError(
                     f"ClientModels got a {type(module).__name__} as model '{name}'. Give a LightningModule for each name."
                 )
-        known = ", ".join(models)
+        names = ", ".join(models)
         if isinstance(assign, Mapping):
             assign = {str(client): model for client, model in assign.items()}
             for client, model in assign.items():
                 if model not in models:
-                    raise ValueError(f"ClientModels assigns client '{client}' the model {model!r}. There are: {known}.")
+                    raise ValueError(f"ClientModels assigns client '{client}' the model {model!r}. There are: {names}.")
         if server is not None and server not in models:
-            raise ValueError(f"ClientModels got server={server!r}. There are: {known}.")
+            raise ValueError(f"ClientModels got server={server!r}. There are: {names}.")
         if server is not None and len(models) == 1 and not isinstance(assign, Mapping):
             raise ValueError(f"ClientModels keeps its only model '{server}' for the server. Add one for the clients.")
         self.models = nn.ModuleDict(models)
@@ -125,8 +125,8 @@ class ClientModels(LightningModule):
         ranked: Sequence[str] = clients
         if self.assign == "size":
             ranked = sorted(clients, key=num_samples.__getitem__)  # equal ones stay in the clients' order
-        found = {client: names[place * len(names) // len(clients)] for place, client in enumerate(ranked)}
-        return {client: found[client] for client in clients}
+        name_by_client = {client: names[place * len(names) // len(clients)] for place, client in enumerate(ranked)}
+        return {client: name_by_client[client] for client in clients}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: each client has a model of its own.

@@ -55,17 +55,17 @@ class GivenAdapters(LightningModule):
         if self.common:
             (first,) = (value for name, value in self.named_parameters() if ".lora_A." in name)
             firsts = [first] * len(self.shares)
-        terms = zip(self.shares, self.given["B"], firsts, strict=True)
-        mean = sum((share * b @ a for share, b, a in terms), torch.zeros(SHAPE, dtype=torch.float64))
+        factors = zip(self.shares, self.given["B"], firsts, strict=True)
+        mean = sum((share * b @ a for share, b, a in factors), torch.zeros(SHAPE, dtype=torch.float64))
         return torch.linalg.matrix_norm(self(torch.eye(SHAPE[1], dtype=self.layer.weight.dtype)).T - mean)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return half the squared distance of the client's adapters from its given ones."""
         client, loss = int(batch[0].flatten()[0]), torch.zeros((), dtype=torch.float64)
         for name, parameter in self.named_parameters():
-            for factor, given in self.given.items():
+            for factor, adapters in self.given.items():
                 if f".lora_{factor}." in name and parameter.requires_grad:
-                    loss = loss + (parameter - given[client]).square().sum() / 2
+                    loss = loss + (parameter - adapters[client]).square().sum() / 2
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -19,7 +19,7 @@ from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range, check_ar
 
 Pair = tuple[float, float]
 IGNORED = -100
-"""Label of a token that is no target, as in transformers."""
+"""Label of a token that is not a target, as in transformers."""
 HERE = {"learning_rate": "lr", "weight_decay": "weight_decay", "adam_epsilon": "eps", "warmup_steps": "warmup"}
 """Fields of `transformers.TrainingArguments` and the arguments of `HFModule` that mean the same."""
 ELSEWHERE = {
@@ -141,7 +141,7 @@ class HFModule(LightningModule):
         Raises:
             ValueError: If the optimizer or the schedule has no counterpart.
         """
-        given = {to: getattr(args, name) for name, to in HERE.items()}
+        arguments = {to: getattr(args, name) for name, to in HERE.items()}
         words = {
             name: str(getattr(getattr(args, name), "value", getattr(args, name)))
             for name in ("optim", "lr_scheduler_type")
@@ -152,7 +152,7 @@ class HFModule(LightningModule):
                 f"HFModule has no counterpart of {words}. Use adamw or sgd, and constant, linear or cosine."
             )
         if words["lr_scheduler_type"] == "constant":
-            given["warmup"] = 0.0  # which transformers ignores there
+            arguments["warmup"] = 0.0  # which transformers ignores there
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         read = {*HERE, *words, "adam_beta1", "adam_beta2", "gradient_checkpointing", "output_dir"}
@@ -168,7 +168,7 @@ class HFModule(LightningModule):
         if other:
             warnings.warn(f"Not read by HFModule: {'; '.join(other)}.", UserWarning, stacklevel=2)
         betas = (args.adam_beta1, args.adam_beta2)
-        return cls(model, optimizer=kind, schedule=schedule, betas=betas, **given)  # type: ignore[arg-type]
+        return cls(model, optimizer=kind, schedule=schedule, betas=betas, **arguments)  # type: ignore[arg-type]
 
     def forward(self, **batch: Any) -> Any:
         """Return the model's outputs."""

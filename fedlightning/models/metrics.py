@@ -202,8 +202,8 @@ def auroc(logits: Tensor, chances: Tensor, target: Tensor) -> float:
     if bool(ranked.isnan().any()):
         return math.nan
     areas = [_area(ranked[:, column], target == column + two) for column in range(ranked.shape[1])]
-    found = [area for area in areas if area is not None]
-    return float(torch.stack(found).mean()) if found else math.nan
+    defined_areas = [area for area in areas if area is not None]
+    return float(torch.stack(defined_areas).mean()) if defined_areas else math.nan
 
 
 def calibration_error(logits: Tensor, chances: Tensor, target: Tensor) -> float:
@@ -299,10 +299,10 @@ def areas(ranked: Any, labels: Any, in_target: Any) -> Any:
     rank = (np.add.reduce(np.sign(scores.diagonal() - scores), 0) + (samples + 1)) * 0.5
     sums = np.bincount(labels, rank, len(in_target))
     pairs = in_target * (samples - in_target)
-    known = pairs > 0
+    has_pairs = pairs > 0
     if ranked.shape[1] == 1:
-        known[0] = False
-    return (sums - in_target * (in_target + 1) / 2)[known] / pairs[known]
+        has_pairs[0] = False
+    return (sums - in_target * (in_target + 1) / 2)[has_pairs] / pairs[has_pairs]
 
 
 def calibration_gap(chances: Any, labels: Any, bins: int = BINS) -> float:
@@ -311,10 +311,10 @@ def calibration_gap(chances: Any, labels: Any, bins: int = BINS) -> float:
     place = _edges(bins).searchsorted(confidence, "right") - 1
     count = np.bincount(place, minlength=bins + 1).astype(np.float32)
     right = np.bincount(place[chances.argmax(1) == labels], minlength=bins + 1).astype(np.float32)
-    held = np.maximum(count, 1)
+    divisor = np.maximum(count, 1)
     total = np.zeros(bins + 1, np.float32)
     np.add.at(total, place, confidence)  # in single precision and in order, as torchmetrics adds them up
-    gaps = np.abs(right / held - total / held) * (count / np.float32(len(labels)))
+    gaps = np.abs(right / divisor - total / divisor) * (count / np.float32(len(labels)))
     return float(torch.from_numpy(gaps).sum())
 
 

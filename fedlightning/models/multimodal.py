@@ -22,7 +22,7 @@ class MultimodalNet(nn.Module):
     encoder sees only samples that have its modality: the others give it no gradient and no statistics, and where a whole
     batch lacks the modality, the encoder's parameters have no gradient at all. Output: logits `(batch, num_classes)`.
 
-    * `"concat"`: zeros in the place of what is missing, one hidden layer (FedMultimodal).
+    * `"concat"`: zeros instead of what is missing, one hidden layer (FedMultimodal).
     * `"attention"`: additive attention over the encoders' outputs, with `num_heads` heads; what is missing has the weight
       0 (FedMultimodal's `a = softmax(W2 tanh(W1 h))`).
     * `"gate"`: `h' = W h`, `p = sigmoid(h') * h'` with `h` the concatenation (FedCovid).
@@ -96,8 +96,8 @@ class MultimodalNet(nn.Module):
                 answers.append((rows, self.heads[name](tokens[name][rows].mean(1))))
         first = answers[0][1]
         logits = first.new_zeros(len(there), first.shape[1])
-        for rows, found in answers:
-            logits = logits.index_put((rows,), found.to(logits.dtype))
+        for rows, answer in answers:
+            logits = logits.index_put((rows,), answer.to(logits.dtype))
         return logits
 
     def encode(self, x: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
@@ -133,20 +133,20 @@ class MultimodalNet(nn.Module):
             if bool(rows.all()):
                 tokens[name] = self._encoded(name, x[name])
             elif bool(rows.any()):
-                found = self._encoded(name, x[name][rows])
-                tokens[name] = found.new_zeros(len(rows), *found.shape[1:]).index_put((rows,), found)
+                encoded = self._encoded(name, x[name][rows])
+                tokens[name] = encoded.new_zeros(len(rows), *encoded.shape[1:]).index_put((rows,), encoded)
         like = next(iter(tokens.values()))
         missing = [name for name in self.modalities if name not in tokens]
         return tokens | {name: like.new_zeros(len(there), 1, self.width) for name in missing}, there
 
     def _encoded(self, name: str, inputs: Tensor) -> Tensor:
-        found: Tensor = self.encoders[name](inputs)
-        if found.ndim not in (2, 3) or found.shape[-1] != self.width:
+        features: Tensor = self.encoders[name](inputs)
+        if features.ndim not in (2, 3) or features.shape[-1] != self.width:
             raise ValueError(
-                f"The encoder of {name!r} returns {tuple(found.shape)}, but MultimodalNet(width={self.width}) needs "
+                f"The encoder of {name!r} returns {tuple(features.shape)}, but MultimodalNet(width={self.width}) needs "
                 f"(batch, {self.width}) or (batch, steps, {self.width}). Give both the same width."
             )
-        return found.unsqueeze(1) if found.ndim == 2 else found
+        return features.unsqueeze(1) if features.ndim == 2 else features
 
     def _fused(self, tokens: Mapping[str, Tensor], there: Tensor) -> Tensor:
         if self.fusion_kind == "attention":
@@ -189,4 +189,4 @@ def present_rows(values: Tensor) -> Tensor:
 
 
 def _some(tokens: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
-    return {name: found[rows] for name, found in tokens.items()}
+    return {name: features[rows] for name, features in tokens.items()}

@@ -284,7 +284,7 @@ def norm_layer(kind: Norm, channels: int) -> nn.Module:
 class DeepMIL(nn.Module):
     """Attention over a bag of instances (Ilse, Tomczak, Welling 2018, equation 9), with FLamby's sizes for Fed-Camelyon16.
 
-    Input `(batch, instances, features)`, where rows of zeros are no instances; output `(batch, num_classes)`. Layers:
+    Input `(batch, instances, features)`, where rows of zeros are not instances; output `(batch, num_classes)`. Layers:
     `embedding`, `values`, `gates`, `attention`, `fc1`, `fc2`, `fc` (head).
 
     Args:

@@ -32,11 +32,11 @@ def module_recipe(module: nn.Module) -> dict[str, Any] | None:
         >>> module_recipe(MLP(4, [], 2))["init_args"]
         {'in_features': 4, 'hidden': [], 'num_classes': 2, 'dropout': 0.0}
     """
-    given = getattr(module, "init_args", None)
-    if not isinstance(given, Mapping):
+    init_args = getattr(module, "init_args", None)
+    if not isinstance(init_args, Mapping):
         return None
     arguments = [name for name in inspect.signature(type(module).__init__).parameters if name != "self"]
-    path, values = _import_path(type(module)), _plain(dict(given))
+    path, values = _import_path(type(module)), _plain(dict(init_args))
     if path is None or values is None or set(values) != set(arguments):
         return None
     return {"class_path": path, "init_args": values}
@@ -53,9 +53,9 @@ def recorded(init: Init) -> Init:
     signature, making = inspect.signature(init), checked(init)
 
     @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **given: Any) -> None:
-        making(self, *args, **given)
-        bound = signature.bind(self, *args, **given)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        making(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         _, *arguments = bound.arguments.items()
         self.init_args = {name: list(value) if isinstance(value, list | tuple) else value for name, value in arguments}
@@ -130,9 +130,9 @@ def net_recipe(net: nn.Module) -> dict[str, Any]:
         >>> net_recipe(nn.ReLU())["class_path"]
         'fedlightning.models.recipes.unrecorded_net'
     """
-    known = module_recipe(net)
-    if known is not None:
-        return known
+    recipe = module_recipe(net)
+    if recipe is not None:
+        return recipe
     name = f"{type(net).__module__}.{type(net).__qualname__}"
     return {"class_path": f"{__name__}.{unrecorded_net.__name__}", "init_args": {"name": name}}
 

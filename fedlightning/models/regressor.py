@@ -78,7 +78,7 @@ class RegressionMetrics(Metric):
         prediction = dim_zero_cat(self.prediction).cpu().double()
         target = dim_zero_cat(self.target).cpu().double()
         mse = mean_squared_error(prediction.flatten(), target.flatten())
-        by_target = [(r2(one, other), pearson(one, other)) for one, other in zip(prediction.T, target.T, strict=True)]
+        by_target = [(r2(out, other), pearson(out, other)) for out, other in zip(prediction.T, target.T, strict=True)]
         scores = {
             "loss": dim_zero_cat(self.losses).cpu().double().sum() / len(target),
             "mse": mse,
@@ -202,12 +202,12 @@ class Regressor(SupervisedModule):
         """Return predictions and targets of a batch, both `(batch, targets)` in at least float32."""
         x, y = self._pair(batch)
         prediction = self(x)
-        given = tuple(prediction.shape), tuple(y.shape)
+        shapes = tuple(prediction.shape), tuple(y.shape)
         columns = [value.unsqueeze(1) if value.ndim == 1 else value for value in (prediction, y)]
         if columns[0].shape != columns[1].shape:
             # Broadcasting (n,) against (n, 1) would make n * n differences without a word.
             raise ValueError(
-                f"{type(self.net).__name__} returned predictions of shape {given[0]} for targets of shape {given[1]}. "
+                f"{type(self.net).__name__} returned predictions of shape {shapes[0]} for targets of shape {shapes[1]}. "
                 "Give the network one output for each target of a sample."
             )
         wide = [

@@ -89,9 +89,9 @@ class Segmenter(SupervisedModule):
         """
         chances = logits.softmax(1)
         truth = torch.stack([(y == label).to(chances.dtype) for label in range(1, self.num_classes)], dim=1)
-        found = chances[:, 1:].flatten(2)
+        foreground = chances[:, 1:].flatten(2)
         truth = truth.flatten(2)
-        dice = 2 * (found * truth).sum(2) / (found.sum(2) + truth.sum(2) + 1e-9)
+        dice = 2 * (foreground * truth).sum(2) / (foreground.sum(2) + truth.sum(2) + 1e-9)
         loss = 1 - dice.mean()
         return loss + F.cross_entropy(logits, y) if self.loss_name == "dice_ce" else loss
 
@@ -153,8 +153,8 @@ class DiceMetrics(Metric):
         """Add a batch."""
         rows = []
         for label in range(1, self.num_classes):
-            found, true = (predicted == label).flatten(1), (target == label).flatten(1)
-            rows.append(2 * (found & true).sum(1).double() / (found.sum(1) + true.sum(1)))  # 0 / 0 is NaN
+            mask, true = (predicted == label).flatten(1), (target == label).flatten(1)
+            rows.append(2 * (mask & true).sum(1).double() / (mask.sum(1) + true.sum(1)))  # 0 / 0 is NaN
         self.dice.append(torch.stack(rows, dim=1))
         self.losses.append(loss.detach().double().expand(len(target)))
 

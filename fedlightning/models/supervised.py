@@ -114,7 +114,7 @@ class SupervisedModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         factories = {"optimizer": self.make_optimizer, "scheduler": self.make_scheduler}
-        lost = [name for name, made in factories.items() if made is not None and callable_recipe(made) is None]
+        lost = [name for name, factory in factories.items() if factory is not None and callable_recipe(factory) is None]
         if lost:
             checkpoint[_UNRECORDED] = lost
 

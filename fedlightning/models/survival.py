@@ -105,8 +105,8 @@ def uno_concordance(risk: Tensor, time: Tensor, event: Tensor, horizon: float) -
     """
     died = event.bool()
     concordant, comparable = _pairs_of_events(risk, time, died)
-    own = time[died]
-    weights = _uncensored_before(own, time, died).pow(-2) * (own < horizon)
+    event_times = time[died]
+    weights = _uncensored_before(event_times, time, died).pow(-2) * (event_times < horizon)
     return float((weights * concordant).sum()), float((weights * comparable).sum())
 
 
@@ -212,16 +212,16 @@ class SurvivalMetrics(Metric):
         """Return the scores over all samples since the last reset."""
         risk, time, event = (dim_zero_cat(part).cpu().double() for part in (self.risk, self.time, self.event))
         strata = dim_zero_cat(self.stratum).cpu()
-        parts = [(risk[own], time[own], event[own]) for own in (strata == value for value in strata.unique())]
+        parts = [(risk[rows], time[rows], event[rows]) for rows in (strata == value for value in strata.unique())]
         counts = [concordance(*part) for part in parts]
-        known = not bool(risk.isnan().any())
-        enough = int(event.sum()) >= self.min_events and known
+        is_ranked = not bool(risk.isnan().any())
+        enough = int(event.sum()) >= self.min_events and is_ranked
         scores = {
             "loss": float(cox_loss(risk, time, event, self.reduction)),
             "c_index": stratified_c_index(counts) if enough else math.nan,
         }
         if self.horizon is not None:
-            early = int(event[time < self.horizon].sum()) >= self.min_events and known
+            early = int(event[time < self.horizon].sum()) >= self.min_events and is_ranked
             weights = [uno_concordance(*part, self.horizon) for part in parts] if early else []
             scores["uno_c_index"] = stratified_c_index(weights)
         if self.pair_counts:
@@ -305,14 +305,14 @@ class CoxRegressor(SupervisedModule):
         """Return log hazards `(batch,)` for a batch `x` or `(x, y)`."""
         return self._risk(self(batch[0] if isinstance(batch, list | tuple) else batch))
 
-    def _risk(self, found: Tensor) -> Tensor:
-        if found.ndim == 2 and found.shape[1] == 1:
-            found = found.squeeze(1)
-        if found.ndim != 1:
+    def _risk(self, hazards: Tensor) -> Tensor:
+        if hazards.ndim == 2 and hazards.shape[1] == 1:
+            hazards = hazards.squeeze(1)
+        if hazards.ndim != 1:
             raise ValueError(
-                f"{type(self.net).__name__} returned {tuple(found.shape)} for log hazards; give it one output for a sample."
+                f"{type(self.net).__name__} returned {tuple(hazards.shape)} for log hazards; give it one output for a sample."
             )
-        return found.float() if found.dtype in (torch.float16, torch.bfloat16) else found
+        return hazards.float() if hazards.dtype in (torch.float16, torch.bfloat16) else hazards
 
     def _hazards(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return log hazards, events and times of a batch, each `(batch,)`."""

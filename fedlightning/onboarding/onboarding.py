@@ -226,7 +226,7 @@ class Onboarding:
         } | {name: content for name, content in (("places", self.places), ("failures", self.failures)) if content}
 
     def write(self, folder: Path) -> None:
-        """Write scores, summary and models into the run's folder, in the place of an earlier onboarding's.
+        """Write scores, summary and models into the run's folder, in place of an earlier onboarding's.
 
         Nothing of the earlier one is removed before all models are there, and the summary comes last: where it is missing,
         an onboarding was cut off while it replaced files.

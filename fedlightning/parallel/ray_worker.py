@@ -203,7 +203,7 @@ class Actor:
     def take_over(
         self, source: Source, environment: Mapping[str, str], folder: str, path: Sequence[str], marker: str | None
     ) -> Message | None:
-        """Take a federation's parts over, in the place of another one's."""
+        """Take a federation's parts over, in place of another one's."""
         self._runner = None
         os.environ.update(environment)
         with suppress(OSError):

@@ -218,7 +218,7 @@ class WorkersEngine(Engine):
                 self._give_up(entry, self.attempts.too_slow)
 
     def _give_up(self, entry: Entry, reason: str) -> None:
-        """Answer in the place of a task that no worker has carried out, unless it is to be tried again."""
+        """Answer in place of a task that no worker has carried out, unless it is to be tried again."""
         entry.worker, entry.tries = None, 0
         settled = entry.attempt.settle(entry.task.lost(reason), None)
         if settled is not None:

@@ -70,8 +70,8 @@ class OutgoingFilter:
         count = f"{len(self.entries)} of {len(self.entries) + len(self.private)} entries of the model"
         part = f"{count}, never {_quoted(self.private)}" if self.entries else "no entry of the model"
         extras = [f"{name} of {key}" for key, up in self.extras.items() for name in up]
-        told = "; ".join([part if self.private else "the whole model", *([", ".join(extras)] if extras else [])])
-        return f"{told}; counts, logged numbers and scores"
+        words = "; ".join([part if self.private else "the whole model", *([", ".join(extras)] if extras else [])])
+        return f"{words}; counts, logged numbers and scores"
 
     @property
     def terms(self) -> str:
@@ -81,14 +81,14 @@ class OutgoingFilter:
 
     def fault(self, names: Collection[str]) -> str | None:
         """Return why some entries do not leave, by name; `None` if all of them may."""
-        held = next((name for name in names if name not in self.entries), None)
-        if held is None:
+        private = next((name for name in names if name not in self.entries), None)
+        if private is None:
             return None
-        if held not in self.private:
-            return f"the model has no '{held:.80}'"
+        if private not in self.private:
+            return f"the model has no '{private:.80}'"
         return (
-            f"'{held}' stays with the client: its own configuration lets {_quoted(self.entries)} leave, and nothing else of "
-            "the model"
+            f"'{private}' stays with the client: its own configuration lets {_quoted(self.entries)} leave, "
+            "and nothing else of the model"
         )
 
 
@@ -115,11 +115,11 @@ def refuse_private(blueprint: Blueprint, client: Client, update: Update) -> None
 def make_outgoing_filter(blueprint: Blueprint, client: str) -> OutgoingFilter:
     """Return what can leave a client, found out once for each architecture."""
     name = blueprint.architecture_of(client)
-    known: dict[tuple[str, bool], OutgoingFilter] = blueprint.tools.setdefault("leaving", {})
+    filters: dict[tuple[str, bool], OutgoingFilter] = blueprint.tools.setdefault("leaving", {})
     at = name, client == POOLED
-    if at not in known:
-        known[at] = _found(blueprint, name, everything=client == POOLED)
-    return known[at]
+    if at not in filters:
+        filters[at] = _found(blueprint, name, everything=client == POOLED)
+    return filters[at]
 
 
 def _found(blueprint: Blueprint, architecture: str, everything: bool) -> OutgoingFilter:
@@ -160,8 +160,8 @@ class OutgoingReport(Part):
     """Says what leaves clients and how it is covered, where a callback protects them."""
 
     def on_begin(self, federation: Federation) -> None:
-        if told := in_words(federation.server.callbacks, federation.server.outgoing):
-            rank_zero_info(told)
+        if sentence := in_words(federation.server.callbacks, federation.server.outgoing):
+            rank_zero_info(sentence)
 
     def on_restored(self, federation: Federation) -> None:
         federation.server.outgoing = list_outgoing(federation)
@@ -169,8 +169,12 @@ class OutgoingReport(Part):
     def summary(self, federation: Federation) -> dict[str, Any]:
         items = list_coverage(federation.server.callbacks, federation.server.outgoing)
         rows = [{"what": item.what, "when": item.when, "cover": cover} for item, cover in items]
-        promising = (one for one in federation.server.callbacks if isinstance(one, Protection | SumCodec))
-        promises = [{"callback": one.key, **asdict(promise)} for one in promising for promise in one.promises]
+        promising = (
+            callback for callback in federation.server.callbacks if isinstance(callback, Protection | SumCodec)
+        )
+        promises = [
+            {"callback": callback.key, **asdict(promise)} for callback in promising for promise in callback.promises
+        ]
         return ({"leaves": rows} if rows else {}) | ({"promises": promises} if promises else {})
 
 
@@ -178,13 +182,14 @@ def list_outgoing(federation: Federation) -> list[OutgoingItem]:
     """Return all that leaves clients: what callbacks declare, and what the core sends. Known before round 1."""
     server, runner = federation.server, federation.engine.runner
     ones = {runner.blueprint.architecture_of(client): client for client in server.clients}
-    found = {name: make_outgoing_filter(runner.blueprint, client) for name, client in ones.items()}
+    filters = {name: make_outgoing_filter(runner.blueprint, client) for name, client in ones.items()}
     entries = [
-        f"{len(one.entries)} of {len(one.entries) + len(one.private)} entries of {f'model {name}' if name else 'the model'}"
-        for name, one in found.items()
+        f"{len(sent.entries)} of {len(sent.entries) + len(sent.private)} entries of "
+        f"{f'model {name}' if name else 'the model'}"
+        for name, sent in filters.items()
     ]
     extras = {
-        (key, name): spec for one in found.values() for key, up in one.extras.items() for name, spec in up.items()
+        (key, name): spec for sent in filters.values() for key, up in sent.extras.items() for name, spec in up.items()
     }
     before, visit, every = "before round 1", "in each visit", federation.asked_evaluate_every
     items = [
@@ -222,7 +227,9 @@ def list_outgoing(federation: Federation) -> list[OutgoingItem]:
 
 def _kind(server: Server, key: str, spec: Spec) -> Kind:
     """Return what an extra is: a code of entries is as they are."""
-    codec = next((one for one in server.callbacks if one.key == key and isinstance(one, UpdateCodec)), None)
+    codec = next(
+        (callback for callback in server.callbacks if callback.key == key and isinstance(callback, UpdateCodec)), None
+    )
     if codec is not None:
         return "entries"
     return "means" if Extra.of(spec).by_class else "extra"
@@ -235,7 +242,7 @@ def list_coverage(callbacks: CallbackList, items: Sequence[OutgoingItem]) -> lis
         return []
     names = len(protecting) > 1
     return [
-        (item, ", ".join(f"{one.covers(item)}{f' ({one.key})' if names else ''}" for one in protecting))
+        (item, ", ".join(f"{callback.covers(item)}{f' ({callback.key})' if names else ''}" for callback in protecting))
         for item in items
     ]
 
@@ -245,5 +252,7 @@ def in_words(callbacks: CallbackList, items: Sequence[OutgoingItem]) -> str:
     by_cover: dict[str, list[str]] = {}
     for item, cover in list_coverage(callbacks, items):
         by_cover.setdefault(cover, []).append(str(item))
-    told = "; ".join(f"{cover}: {listed(found, len(found))}" for cover, found in by_cover.items())
-    return f"What leaves clients. {told}." if told else ""
+    words = "; ".join(
+        f"{cover}: {listed(items_of_cover, len(items_of_cover))}" for cover, items_of_cover in by_cover.items()
+    )
+    return f"What leaves clients. {words}." if words else ""

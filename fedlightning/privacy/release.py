@@ -29,7 +29,7 @@ class Release:
 
 
 def store(folder: Path, release: Release) -> None:
-    """Write a release to a run's folder, in the place of that of the round before, and wait until it is on the disk."""
+    """Write a release to a run's folder, in place of that of the round before, and wait until it is on the disk."""
     content = {"name": release.name, "state": dict(release.state), "clip": release.clip}
     file_of(content, "the release").save(folder / FILE)
 

@@ -61,7 +61,7 @@ class Range:
         except ValueError:
             low, high = math.nan, math.nan
         if self.interval[:1] not in ("[", "(") or self.interval[-1:] not in ("]", ")") or not low <= high:
-            raise ValueError(f"Range({self.interval!r}) is no interval. Write '[0, 1)', or '[0, inf)'.")
+            raise ValueError(f"Range({self.interval!r}) is not an interval. Write '[0, 1)', or '[0, inf)'.")
 
     def __contains__(self, value: float) -> bool:
         """Return True if a number is in the range."""
@@ -96,7 +96,7 @@ class Length:
             if isinstance(value, str) or not isinstance(value, Sized) or len(value) < self.least:
                 return False
             return not self.different or len(set(value)) == len(value)  # type: ignore[call-overload]
-        except TypeError:  # an array without a dimension; elements that are no plain values
+        except TypeError:  # an array without a dimension; elements that are not plain values
             return False
 
 

@@ -47,9 +47,9 @@ def build_report(
     """Write a report that opens offline. The same runs give the same bytes."""
     if not runs:
         raise ValueError("There is no run to report. Give run folders, or the --out folder of a compare.")
-    found = {name: load_study(paths) for name, paths in _groups(runs).items()}
-    metric = metric or common_metric(run for group in found.values() for run in group)
-    studies = {name: Study(group, metric=metric, checkpoint=checkpoint) for name, group in found.items()}
+    runs_by_study = {name: load_study(paths) for name, paths in _groups(runs).items()}
+    metric = metric or common_metric(run for group in runs_by_study.values() for run in group)
+    studies = {name: Study(group, metric=metric, checkpoint=checkpoint) for name, group in runs_by_study.items()}
     out = Path(out)
     write_comparison(next(iter(studies.values())) if len(studies) == 1 else studies, out)
     page = make_page(studies, out / "figures", title or _title(studies), _about(runs))
@@ -93,8 +93,8 @@ def make_page(
         if several:
             sections.append(Section(f"study-{context.prefix}", name, name, _facts_line(context.study)))
         sections += _kept(part(context) for part in PARTS)
-        told = (about or {}).get(name, {})
-        sections += _kept([setting.variance(context), setting.made(context, told)])
+        settings = (about or {}).get(name, {})
+        sections += _kept([setting.variance(context), setting.made(context, settings)])
     first = next(iter(studies.values()))
     word = _metric_of(first)
     methods = list(dict.fromkeys(method for study in studies.values() for method in study.data.methods))
@@ -170,19 +170,21 @@ def _about(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
 
 def _troubles(context: Context, severity: str) -> list[Trouble]:
     """Return the problems of one severity in the order they were found; a problem of several methods is told once."""
-    found: dict[str, list[Problem]] = {}
+    problems_by_text: dict[str, list[Problem]] = {}
     for problem in context.study.problems:
         if problem.severity == severity:
             tail = problem.text.removeprefix(f"{problem.run} ")  # the same for all methods that share the problem
-            found.setdefault(tail, []).append(problem)
+            problems_by_text.setdefault(tail, []).append(problem)
     texts: dict[tuple[str | None, ...], list[str]] = {}
-    for tail, problems in found.items():
+    for tail, problems in problems_by_text.items():
         text = problems[0].text if len(problems) == 1 else f"They {tail}" if tail[:1].islower() else tail
         texts.setdefault(tuple(dict.fromkeys(problem.run for problem in problems)), []).append(text)
     where = f"{context.name}: " if context.name else ""
     return [
-        Trouble(where + ", ".join(method or "all runs" for method in of), of[0] if len(of) == 1 else None, said)
-        for of, said in texts.items()
+        Trouble(
+            where + ", ".join(method or "all runs" for method in of), of[0] if len(of) == 1 else None, texts_of_problem
+        )
+        for of, texts_of_problem in texts.items()
     ]
 
 

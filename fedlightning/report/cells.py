@@ -85,13 +85,13 @@ def layout(
 
 def _shortened(cells: list[Cell]) -> list[Cell]:
     """Write a reason in full where it comes first in a row, and in brief after that."""
-    said: set[str] = set()
+    reasons: set[str] = set()
     out = []
     for cell in cells:
-        if cell.state == "bad" and cell.text in said:
+        if cell.state == "bad" and cell.text in reasons:
             cell = Cell(re.split(r"[:(]", cell.text)[0].strip(), state="bad", title=cell.text)
         elif cell.state == "bad":
-            said.add(cell.text)
+            reasons.add(cell.text)
         out.append(cell)
     return out
 
@@ -142,9 +142,9 @@ def interval_of(row: Mapping[str, Any], key: str = "ci95") -> Sequence[float] | 
 
 def summary(values: Sequence[tuple[str, float | None]], decimals: int = 3, most: int = 12) -> str:
     """Return names with their numbers, for an alternative text."""
-    known = [f"{name} {value:.{decimals}f}" for name, value in values if is_number(value)]
-    more = f", and {len(known) - most} more" if len(known) > most else ""
-    return ", ".join(known[:most]) + more
+    numbered = [f"{name} {value:.{decimals}f}" for name, value in values if is_number(value)]
+    more = f", and {len(numbered) - most} more" if len(numbered) > most else ""
+    return ", ".join(numbered[:most]) + more
 
 
 def _cell(row: Mapping[str, Any], column: Column, decimals: int, best: float | None, missing: Missing | None) -> Cell:
@@ -186,8 +186,8 @@ def _extra(row: Mapping[str, Any], column: Column, decimals: int) -> str:
         return pair(ends, decimals)  # cut at the end of what the metric can be: not symmetric
     if column.interval is not None:
         interval = row.get(column.interval)
-        known = interval is not None and all(map(is_number, interval))
-        return pair(interval, decimals, column.kind == "difference") if known and interval is not None else ""
+        complete = interval is not None and all(map(is_number, interval))
+        return pair(interval, decimals, column.kind == "difference") if complete and interval is not None else ""
     return ""
 
 

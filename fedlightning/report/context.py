@@ -115,13 +115,13 @@ class Context:
 
     def read_of_runs(self, name: str) -> dict[tuple[str, str], Any]:
         """Return a JSON file of finished runs' folders, by method and seed; one that cannot be read counts as none."""
-        found = {}
+        contents = {}
         for (method, seed), scores in self.study.data.finished.items():
             path = None if scores.run.path is None else scores.run.path / name
             if path is not None and path.exists():
                 with suppress(UnreadableError):
-                    found[method, str(seed)] = read_json(path)
-        return found
+                    contents[method, str(seed)] = read_json(path)
+        return contents
 
     def id(self, name: str) -> str:
         """Return `name` with the prefix of the data set."""
@@ -139,8 +139,8 @@ class Context:
         """Return a table whose empty cells say why they are empty. Columns without any value are left out."""
         first, *others = columns
         shown = [first, *(column for column in others if _any(column, rows))]
-        said = [*notes, self.study.data.seed_text] if seeds and not across else list(notes)
-        return Table(f"table-{self.id(name)}", caption, shown, rows, missing or self.missing, said, across)
+        all_notes = [*notes, self.study.data.seed_text] if seeds and not across else list(notes)
+        return Table(f"table-{self.id(name)}", caption, shown, rows, missing or self.missing, all_notes, across)
 
     def missing(self, row: Row, column: Column) -> str | None:
         """Return why `row` has no value, if a problem of its method takes it away."""
@@ -169,7 +169,7 @@ class Context:
     @cached_property
     def diverged(self) -> dict[str, str]:
         """Methods with a model that has no finite score -> the text that says which."""
-        found = {}
+        texts = {}
         for method in self.study.data.methods:
             places = [
                 f"seed {seed}, client {', '.join(score.diverged)}"
@@ -177,8 +177,8 @@ class Context:
                 if score.diverged
             ]
             if places:
-                found[method] = f"undefined: NaN at {'; '.join(places)}"
-        return found
+                texts[method] = f"undefined: NaN at {'; '.join(places)}"
+        return texts
 
     @cached_property
     def slugs(self) -> dict[str, str]:
@@ -208,10 +208,10 @@ class Context:
         Methods without a number are left out.
         """
         order = [row["method"] for row in self.overview]
-        found: dict[str, dict[str, float | None]] = {method: {} for method in order}
+        values_by_method: dict[str, dict[str, float | None]] = {method: {} for method in order}
         for row in self.client_rows:
-            found[row["method"]][row["client"]] = row[key]
-        return {method: of for method, of in found.items() if any(is_number(value) for value in of.values())}
+            values_by_method[row["method"]][row["client"]] = row[key]
+        return {method: of for method, of in values_by_method.items() if any(is_number(value) for value in of.values())}
 
     def picture(self, name: str, title: str, alt: str, draw: Callable[[], Figure]) -> Picture:
         """Draw a figure, write its files, and return the picture for the page."""

@@ -97,8 +97,8 @@ class Gallery:
     @property
     def layout(self) -> str:
         """How pictures stand: one beside its table, above one that is too wide, or over the page; two; many."""
-        one = "single" if sum(map(_room, self.table.columns)) <= BESIDE else "alone"
-        return "broad" if self.wide else {1: one, 2: "pair"}.get(len(self.pictures), "many")
+        single = "single" if sum(map(_room, self.table.columns)) <= BESIDE else "alone"
+        return "broad" if self.wide else {1: single, 2: "pair"}.get(len(self.pictures), "many")
 
 
 BESIDE = 46

@@ -6,30 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def in_words(found: Mapping[str, Any]) -> list[str]:
+def in_words(attacks: Mapping[str, Any]) -> list[str]:
     """Return what the attacks got, in sentences."""
     lines = []
-    if rows := found.get("membership"):
+    if rows := attacks.get("membership"):
         worst = max(rows, key=lambda row: row["auc"])
         telling = len([row for row in rows if row["low"] > 0.5])
         lines.append(
             f"Membership: the loss tells {telling} of {len(rows)} models' training samples "
             f"from others (95 % interval above 0.5); the most, that of '{worst['model']}', with AUC {worst['auc']:.3f}."
         )
-    sites = found.get("sites")
+    sites = attacks.get("sites")
     if sites is not None:
         lines.append(
             f"Sites: class probabilities name a sample's client in {sites['accuracy']:.1%} of cases; its class alone in "
             f"{sites['chance']:.1%} (p = {sites['p']:.3g})."
         )
-    if ratio := found.get("likelihood_ratio"):
+    if ratio := attacks.get("likelihood_ratio"):
         chance = f" (chance finds {ratio['chance']:.1%})" if "chance" in ratio else ""  # older runs have none
         lines.append(
             f"Likelihood ratio: with {ratio['shadows']} shadow runs, AUC {ratio['auc']:.3f} ({ratio['low']:.3f} to "
             f"{ratio['high']:.3f}), and {ratio['hits']:.1%} of {ratio['members']} members found where 1 % of "
             f"{ratio['others']} others at most are taken for one{chance}. More shadow runs find more."
         )
-    if audit := found.get("canaries"):
+    if audit := attacks.get("canaries"):
         accounted = audit["accounted"]
         beside = "nothing is accounted for it" if accounted is None else f"it is accounted as {accounted:.2f}"
         lines.append(
@@ -37,11 +37,11 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
             f"epsilon is at least {audit['epsilon']:.2f} (confidence {audit['confidence']:.0%}, delta {audit['delta']:g}); "
             f"{beside}. So many canaries could have shown {audit['most']:.2f} at most: a bound from below, no guarantee."
         )
-    if images := found.get("inversion"):
+    if images := attacks.get("inversion"):
         lines.append(
             f"Inversion: images of '{images['client']}' from the gradient of one step of {images['batch']}: PSNR "
             f"{images['psnr']:.1f} dB (MSE {images['mse']:.4f}); the mean of its images as a guess has "
             f"{images['psnr_of_mean']:.1f} dB. Labels were known, and more steps, larger batches, noise or secure sums give "
             "less away."
         )
-    return lines + [f"Not tried: {why}" for why in found.get("missing", [])]
+    return lines + [f"Not tried: {why}" for why in attacks.get("missing", [])]

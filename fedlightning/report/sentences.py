@@ -33,8 +33,8 @@ def answers(context: Context) -> list[Answer]:
     best = _alone(context, first) if alone else _best(context, first, ranked)
     if best.method is None:  # nothing was learnt: what differs means nothing
         return [best]
-    found = [best, None if alone else _real(context, first, methods), _whom(context, first, methods)]
-    return [answer for answer in (*found, _price(methods, first)) if answer is not None]
+    questions = [best, None if alone else _real(context, first, methods), _whom(context, first, methods)]
+    return [answer for answer in (*questions, _price(methods, first)) if answer is not None]
 
 
 def _complete(row: Row) -> bool:
@@ -137,22 +137,22 @@ def _whom(context: Context, first: Row, methods: Sequence[Row]) -> Answer | None
     worst = [row for row in methods if is_number(row.get("worst"))]
     kindest = (max if context.higher else min)(worst, key=lambda row: row["worst"]) if worst else None
     whose = "The" if first["role"] in YARDSTICKS else "Among the federated methods, the"
-    said = ""
+    kindness = ""
     if kindest is not None:
         value = number(kindest["worst"])
         fares = f"has {value}" if len(context.overview) == 1 else f"fares best with {kindest['method']} ({value})"
-        said = f" {'The' if len(context.overview) == 1 else whose} worst-served client {fares}."
+        kindness = f" {'The' if len(context.overview) == 1 else whose} worst-served client {fares}."
     if gains is not None:
         better, total, reference = gains
         return Answer(
             "For whom?",
             f"{better} of {total} clients gain",
             f"With {first['method']}, {better} of {total} clients score better than with their own model alone "
-            f"({reference}), by their means over seeds.{_harm(context, str(first['method']))}{said}",
+            f"({reference}), by their means over seeds.{_harm(context, str(first['method']))}{kindness}",
         )
     if kindest is None:
         return None
-    return Answer("For whom?", f"Worst client: {number(kindest['worst'])}", said.strip(), kindest["method"])
+    return Answer("For whom?", f"Worst client: {number(kindest['worst'])}", kindness.strip(), kindest["method"])
 
 
 def _harm(context: Context, method: str) -> str:
@@ -179,19 +179,19 @@ def _price(methods: Sequence[Row], first: Row) -> Answer | None:
     if not is_number(first.get("mb_up")) or not is_number(first.get("mb_down")):
         return None
     sent = {row["method"]: row["mb_up"] + row["mb_down"] for row in methods if is_number(row.get("mb_up"))}
-    own = sent[first["method"]]
+    sent_by_first = sent[first["method"]]
     least = min(sent, key=lambda name: sent[name])
     steps = first.get("local_steps")
-    sentence = f"{first['method']} sends {_megabytes(own)} up and down in a whole run"
+    sentence = f"{first['method']} sends {_megabytes(sent_by_first)} up and down in a whole run"
     if is_number(steps):
         sentence += f" and takes {number(steps, 0)} local steps"
     sentence += "."
-    if sent[least] < own:
+    if sent[least] < sent_by_first:
         other = next(row for row in methods if row["method"] == least)
         sentence += f" The least is sent by {least}: {_megabytes(sent[least])}, for a mean of {number(other['mean'])}."
     elif len(sent) > 1:
         sentence += " No other federated method sends less."
-    return Answer("At what price?", _megabytes(own), sentence)
+    return Answer("At what price?", _megabytes(sent_by_first), sentence)
 
 
 def _score(row: Row) -> str:

@@ -53,7 +53,7 @@ DETAILS: tuple[Detail, ...] = ("splits", "loaders", "public content")
 """What of the data's description a fingerprint is made of."""
 PLAIN = (int, float, str, bool, type(None))
 SHAPES = ("training", "in_features", "out_features", "in_channels", "out_channels", "num_features")
-"""Attributes that are no option: a mode, and shapes, which the saved state tells."""
+"""Attributes that are not an option: a mode, and shapes, which the saved state tells."""
 
 
 def fingerprint(

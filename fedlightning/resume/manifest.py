@@ -23,7 +23,7 @@ _HISTORY = {"round", "bytes_up", "bytes_down", "steps", "seconds"}
 
 
 def fault_of_manifest(manifest: Any) -> str | None:
-    """Return what is wrong with the content of a manifest, to follow "is no manifest", or `None`.
+    """Return what is wrong with the content of a manifest, to follow "is not a manifest", or `None`.
 
     Files are named as they lie in the folder of the state: a path that leads elsewhere is refused.
 
@@ -39,14 +39,14 @@ def fault_of_manifest(manifest: Any) -> str | None:
             return f": its {name} is {manifest[name]!r:.80}"
     for name in ("clients", "extra", "sha256", "packs"):
         if not isinstance(manifest[name], dict):
-            return f": its {name} are no named values"
+            return f": its {name} are not named values"
     for name in (manifest["server"], *manifest["clients"].values(), *manifest["packs"]):
         if not is_file_name(name):
             return f": it names the file {name!r:.80}, which is not in its folder"
     if not all(isinstance(value, str) for value in manifest["sha256"].values()):
-        return ": a checksum is no text"
+        return ": a checksum is not text"
     if not all(_is_count(value) for value in manifest["packs"].values()):
-        return ": a number of records is no count"
+        return ": a number of records is not a count"
     for name in heads_of(manifest["extra"]):
         if not is_file_name(name):
             return f": it names the file {name!r:.80}, which is not in its folder"
@@ -121,7 +121,7 @@ def fault_of_extra(extra: dict[str, Any]) -> str | None:
     failures = extra.get("failures", [])
     if not all(isinstance(entry, dict) for entry in failures):
         return ": its failures are none"
-    return None if all(isinstance(text, str) for text in extra.get("changes", [])) else ": its changes are no texts"
+    return None if all(isinstance(text, str) for text in extra.get("changes", [])) else ": its changes are not texts"
 
 
 def _is_count(value: Any) -> bool:

@@ -82,7 +82,7 @@ def restore_state(
     _check(saved, "the server's state", server_state, SERVER_TYPES)
     for model, state in server_state["models"].items():
         if not _is_state(state):
-            raise DamagedStateError(f"The state in {folder} is damaged: model '{model}' is no named tensors.")
+            raise DamagedStateError(f"The state in {folder} is damaged: model '{model}' is not a set of named tensors.")
         architecture = server_state["model_architectures"].get(model)
         if architecture is not None and architecture not in server.models.architectures:
             raise ValueError(

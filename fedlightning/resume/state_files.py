@@ -277,12 +277,12 @@ def _checked(folder: Path, manifest_file: str) -> SavedState:
     try:
         manifest = _read_manifest(folder / manifest_file)
     except (UnreadableError, IsADirectoryError):
-        raise DamagedStateError(f"{damaged} {manifest_file} is no JSON.") from None
+        raise DamagedStateError(f"{damaged} {manifest_file} is not JSON.") from None
     if manifest is None:
         raise DamagedStateError(f"{damaged} {manifest_file} is missing.")
     fault = fault_of_manifest(manifest)
     if fault is not None:
-        raise DamagedStateError(f"{damaged} {manifest_file} is no manifest{fault}.")
+        raise DamagedStateError(f"{damaged} {manifest_file} is not a manifest{fault}.")
     if manifest["version"] != VERSION:
         raise ValueError(
             f"The state in {folder} was written by another version of FedLightning (format {manifest['version']}, this one "
@@ -299,12 +299,12 @@ def _checked(folder: Path, manifest_file: str) -> SavedState:
         try:
             return read_json(folder / file)
         except UnreadableError:
-            raise DamagedStateError(f"{damaged} {file} is no JSON.") from None
+            raise DamagedStateError(f"{damaged} {file} is not JSON.") from None
 
     extra = whole(manifest["extra"], read)
     extra |= {name: read(file) for name, file in extra.pop(ELSEWHERE, {}).items()}
     if (fault := fault_of_extra(extra)) is not None:
-        raise DamagedStateError(f"{damaged} {manifest_file} is no manifest{fault}.")
+        raise DamagedStateError(f"{damaged} {manifest_file} is not a manifest{fault}.")
     return SavedState(folder, manifest["rounds_done"], extra, manifest["clients"], manifest["server"])
 
 

@@ -92,7 +92,7 @@ def bounds_of(modules: Iterable[Any]) -> dict[str, tuple[float, float]]:
     """Return what metrics can be, by their bare names: what modules say by `metric_bounds`; of shares at least `[0, 100]`.
 
     Of a torchmetrics object the best that it can be, under its attribute's name. The other end of what torchmetrics draws its
-    plots in is no bound: there Cohen's kappa begins at 0.
+    plots in is not a bound: there Cohen's kappa begins at 0.
     """
     bounds = dict.fromkeys(SHARES, (0.0, 100.0)) | dict.fromkeys(ERRORS, (0.0, math.inf))
     declared: dict[str, tuple[float, float]] = {}

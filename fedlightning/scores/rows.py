@@ -77,7 +77,7 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Gap(Row):
-    """Scores that could not be computed, in the place of their rows. It is told to the user, and not written.
+    """Scores that could not be computed, in place of their rows. It is told to the user, and not written.
 
     Attributes:
         reason: The error in words.
@@ -166,11 +166,11 @@ def read_rows(path: Path) -> list[Row]:
         header = next(lines, COLUMNS)
         missing = [name for name in COLUMNS if name not in header]
         if missing:
-            raise DamagedMetricsError(f"{path} has no column '{missing[0]}': it is no metrics.csv of a run.")
+            raise DamagedMetricsError(f"{path} has no column '{missing[0]}': it is not a metrics.csv of a run.")
         places = [header.index(name) for name in COLUMNS]
         return [_row(path, number, line, places) for number, line in enumerate(lines, start=2) if line]
     except (csv.Error, UnicodeDecodeError) as error:
-        raise DamagedMetricsError(f"{path} is no text with comma-separated values ({error}).") from None
+        raise DamagedMetricsError(f"{path} is not text with comma-separated values ({error}).") from None
 
 
 def _row(path: Path, number: int, line: list[str], places: list[int]) -> Row:
@@ -179,7 +179,7 @@ def _row(path: Path, number: int, line: list[str], places: list[int]) -> Row:
         row = Row(int(number_of_round), *words, float(value), int(size))  # type: ignore[arg-type, call-arg]
     except (ValueError, IndexError):
         raise DamagedMetricsError(
-            f"{path} is damaged: its row {number} is no score ({','.join(line)[:80]!r})."
+            f"{path} is damaged: its row {number} is not a score ({','.join(line)[:80]!r})."
         ) from None
     if not (0 <= row.round < LARGEST and 0 <= row.num_samples < LARGEST):
         raise DamagedMetricsError(f"{path} is damaged: its row {number} has an impossible round or number of samples.")

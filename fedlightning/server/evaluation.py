@@ -77,11 +77,11 @@ def score_global_model(server: Server, engine: Engine, evaluate: Evaluate) -> li
         return score_global(server, engine, module, evaluate, scored)
 
     def tasks() -> Iterator[ScoreModel]:
-        own = replace(evaluate, data=tuple(data for data in evaluate.data if data == "local"))
+        local_only = replace(evaluate, data=tuple(data for data in evaluate.data if data == "local"))
         for client in server.population.scored:
             module = server.global_module(client)
             if module is not None:
-                yield ScoreModel(ServerModel(module, server.blueprint), (client,), own, scored)
+                yield ScoreModel(ServerModel(module, server.blueprint), (client,), local_only, scored)
 
     return _without_gaps(server, engine, (row for rows in engine.map(tasks()) for row in rows))
 
@@ -109,15 +109,15 @@ def rows_of_global(
     for task, answer in zip(tasks, answers, strict=True):
         if isinstance(answer, Lost) and len(task.clients) > 1:  # whose data cost the workers? one by one it shows
             alone = [replace(task, clients=(client,)) for client in task.clients]
-            rows += [row for own in engine.map(alone) for row in own]
+            rows += [row for client_rows in engine.map(alone) for row in client_rows]
         else:
             rows += answer
     return rows
 
 
-def _without_gaps(server: Server, engine: Engine, found: Iterable[Row]) -> list[Row]:
+def _without_gaps(server: Server, engine: Engine, rows_and_gaps: Iterable[Row]) -> list[Row]:
     """Tell of models that could not be scored, and return the scores of the others."""
-    rows = [_possible(server, row) for row in found]
+    rows = [_possible(server, row) for row in rows_and_gaps]
     gaps = [row for row in rows if isinstance(row, Gap)]
     for gap in gaps:
         stop_at(engine.attempts.policy, gap.sentence, f"Round {server.round + 1}")
@@ -131,7 +131,7 @@ def _without_gaps(server: Server, engine: Engine, found: Iterable[Row]) -> list[
 
 
 def _possible(server: Server, row: Row) -> Row:
-    """Return a score, or a gap in the place of one that cannot be."""
+    """Return a score, or a gap in place of one that cannot be."""
     if isinstance(row, Gap):
         return row
     why = server.parts.check_score(server, row)
@@ -145,12 +145,14 @@ def _shares(clients: Sequence[str], width: int) -> list[tuple[str, ...]]:
     return [tuple(clients[start:end]) for start, end in pairwise(ends)]
 
 
-def score_received_models(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence[Row] = ()) -> list[Row]:
+def score_received_models(
+    server: Server, engine: Engine, evaluate: Evaluate, global_rows: Sequence[Row] = ()
+) -> list[Row]:
     """Score stage L1 of every client that is evaluated."""
     # else stage G scored each client's cluster's model, or that of its architecture
     one_for_all = server.callbacks.role("global_module") is None and not server.is_mixed
-    shared = module_state(server.module_with(server.model)) if known and not server.is_mixed else None
-    known_of = scores_of_global(known if one_for_all else ())
+    shared = module_state(server.module_with(server.model)) if global_rows and not server.is_mixed else None
+    known_of = scores_of_global(global_rows if one_for_all else ())
     scored = ScoredModel(server.round + 1, "L1", "personal")
     taken_over: dict[str, list[Row]] = {}
     if shared is not None and deploy_what_is_sent(server, engine, shared):
@@ -167,8 +169,8 @@ def score_received_models(server: Server, engine: Engine, evaluate: Evaluate, kn
         )
         for client in asked
     )
-    found = taken_over | dict(zip(asked, engine.map(tasks), strict=True))
-    return _without_gaps(server, engine, (row for client in server.population.scored for row in found[client]))
+    rows_by_client = taken_over | dict(zip(asked, engine.map(tasks), strict=True))
+    return _without_gaps(server, engine, (row for client in server.population.scored for row in rows_by_client[client]))
 
 
 def deploy_what_is_sent(server: Server, engine: Engine, shared: State) -> bool:
@@ -185,19 +187,24 @@ def _taken_over(
     server: Server, engine: Engine, evaluate: Evaluate, scored: ScoredModel, known_of: Callable[..., Known]
 ) -> dict[str, list[Row]]:
     """Return the rows of clients without entries of their own, where stage G has scored the model on all their data."""
-    found: dict[str, list[Row]] = {}
+    rows_by_client: dict[str, list[Row]] = {}
     if "clients" in evaluate.data:
-        return found
+        return rows_by_client
     wanted = [(split, data) for split in evaluate.splits for data in (LOCAL, POOLED) if data in evaluate.data]
     for client in server.population.scored:
-        known = known_of(client, evaluate.data)
-        if all(known.get(place, ({}, 0))[0] for place in wanted) and not engine.store.note(client).is_personal:
-            found[client] = [
+        scores_by_place = known_of(client, evaluate.data)
+        if (
+            all(scores_by_place.get(place, ({}, 0))[0] for place in wanted)
+            and not engine.store.note(client).is_personal
+        ):
+            rows_by_client[client] = [
                 row
                 for split, data in wanted
-                for row in Place(client, split, data, known[split, data][1]).rows(scored, known[split, data][0])
+                for row in Place(client, split, data, scores_by_place[split, data][1]).rows(
+                    scored, scores_by_place[split, data][0]
+                )
             ]
-    return found
+    return rows_by_client
 
 
 Known = dict[tuple[str, str], tuple[Scores, int]]
@@ -205,21 +212,22 @@ Known = dict[tuple[str, str], tuple[Scores, int]]
 
 def scores_of_global(rows: Sequence[Row]) -> Callable[[str, Sequence[str]], Known]:
     """Return what gives a client that holds the global model its scores: from stage G, where they stand already."""
-    found: dict[str, dict[str, tuple[Scores, int]]] = {}  # by client and split
+    scores_by_client: dict[str, dict[str, tuple[Scores, int]]] = {}  # by client and split
     for row in rows:
         if row.checkpoint == LATEST:
-            found.setdefault(row.client, {}).setdefault(row.split, ({}, row.num_samples))[0][row.metric] = row.value
-    pooled = {(split, POOLED): scores for split, scores in found.get(EVERYBODY, {}).items()}
+            by_split = scores_by_client.setdefault(row.client, {})
+            by_split.setdefault(row.split, ({}, row.num_samples))[0][row.metric] = row.value
+    pooled = {(split, POOLED): scores for split, scores in scores_by_client.get(EVERYBODY, {}).items()}
     others = {
         (split, f"client:{client}"): scores
-        for client, by_split in found.items()
+        for client, by_split in scores_by_client.items()
         if client != EVERYBODY
         for split, scores in by_split.items()
     }
 
     def known_of(client: str, data: Sequence[str]) -> Known:
-        own = {(split, LOCAL): scores for split, scores in found.get(client, {}).items()}
-        return own | pooled | (others if "clients" in data else {})
+        local = {(split, LOCAL): scores for split, scores in scores_by_client.get(client, {}).items()}
+        return local | pooled | (others if "clients" in data else {})
 
     return known_of
 
@@ -236,10 +244,10 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
         if of is None:
             rows += score_global(server, engine, module, evaluate, scored)
             continue
-        own = [client for client in server.population.scored if server.model_of(client) == of]
+        members = [client for client in server.population.scored if server.model_of(client) == of]
         alone = replace(evaluate, data=tuple(data for data in evaluate.data if data == LOCAL))
-        if own:  # else nobody has it any more, or nobody of those that are scored
-            rows += _without_gaps(server, engine, rows_of_global(engine, module, own, alone, scored))
+        if members:  # else nobody has it any more, or nobody of those that are scored
+            rows += _without_gaps(server, engine, rows_of_global(engine, module, members, alone, scored))
 
     def task(client: str, key: str, data: tuple[str, ...]) -> ScoreClient:
         kept = engine.store.note(client).checkpoints[key]
@@ -256,34 +264,38 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
     def tasks() -> Iterator[ScoreClient]:
         for client in server.population.scored:
             for key in engine.store.note(client).checkpoints:
-                one = (client, key)
-                drawn.append(one)
-                leader[one] = one
+                place = (client, key)
+                drawn.append(place)
+                leader[place] = place
                 if alike:
-                    leader[one] = first.setdefault(
-                        state_digest(engine.store.get(client).checkpoints[key]["model"]), one
+                    leader[place] = first.setdefault(
+                        state_digest(engine.store.get(client).checkpoints[key]["model"]), place
                     )
-                yield task(client, key, tuple(d for d in evaluate.data if d != POOLED or leader[one] == one))
+                yield task(client, key, tuple(d for d in evaluate.data if d != POOLED or leader[place] == place))
 
-    found = {drawn[place]: rows_of_task for place, rows_of_task in enumerate(engine.map(tasks()))}
+    rows_by_place = {drawn[place]: rows_of_task for place, rows_of_task in enumerate(engine.map(tasks()))}
 
     def again() -> Iterator[ScoreClient]:
         """The pooled data once more, where the client that stood for others could not be opened."""
         for client, key in missed:
             yield task(client, key, (POOLED,))
 
-    missed = [one for one in drawn if leader[one] != one and any(isinstance(row, Gap) for row in found[leader[one]])]
+    missed = [
+        place
+        for place in drawn
+        if leader[place] != place and any(isinstance(row, Gap) for row in rows_by_place[leader[place]])
+    ]
     own_pooled = dict(zip(missed, engine.map(again()), strict=True)) if POOLED in evaluate.data else {}
-    for one in drawn:
-        client, kept = one[0], engine.store.note(one[0]).checkpoints[one[1]]
-        theirs = own_pooled.get(one, found[leader[one]] if leader[one] != one else [])
+    for place in drawn:
+        client, kept = place[0], engine.store.note(place[0]).checkpoints[place[1]]
+        theirs = own_pooled.get(place, rows_by_place[leader[place]] if leader[place] != place else [])
         pooled = [
             replace(row, client=client, round=kept["round"], stage=kept["stage"], checkpoint=kept["name"])
             for row in theirs
             if row.data == POOLED
         ]
         for split in evaluate.splits:
-            part = [row for row in found[one] if row.split == split]
+            part = [row for row in rows_by_place[place] if row.split == split]
             local = [row for row in part if row.data == LOCAL]
             rows += [*local, *(row for row in pooled if row.split == split), *part[len(local) :]]
     return _without_gaps(server, engine, rows)
@@ -299,8 +311,8 @@ def warn_unscored_stages(server: Server, engine: Engine, split: str, rows: Seque
         rows: What was found.
         asked: Whether the user has asked for scores, so that a module without the step is told of as well.
     """
-    known = engine.runner.described
-    has_data = any(known.num_samples(client, split) for client in server.population.scored)
+    data = engine.runner.described
+    has_data = any(data.num_samples(client, split) for client in server.population.scored)
     if not has_data or any(row.split == split for row in rows):
         return
     template = server.blueprint.template

@@ -265,8 +265,8 @@ class Federation:
 
     def evaluate_untrained(self, split: str, least: int) -> None:
         """Score the model that the federation was made with at every client that has at least so many samples of a split."""
-        population, known = self.server.population, self.engine.runner.described
-        enough = [client for client in population.scored if known.num_samples(client, split) >= least]
+        population, data = self.server.population, self.engine.runner.described
+        enough = [client for client in population.scored if data.num_samples(client, split) >= least]
         if not enough:
             raise ValueError(
                 f"No client has {least} {split} samples or more, so there is nobody to score the model at."
@@ -304,8 +304,8 @@ class Federation:
             rows += of_clients((row for row in trained if row.round == self.rounds_done), server.population.scored)
             rows += self.parts.score(self, (split,), ("G", "L1"))
         if checkpoint != "latest":
-            found = stage_scores.checkpoint_rows(server, self.engine, evaluate)
-            rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
+            checkpoint_scores = stage_scores.checkpoint_rows(server, self.engine, evaluate)
+            rows += [row for row in checkpoint_scores if checkpoint in ("all", row.checkpoint)]
             rows += self.parts.score(self, (split,), (), checkpoint)
         stage_scores.warn_unscored_stages(server, self.engine, split, rows)
         self.parts.tell("on_evaluated", self, rows)

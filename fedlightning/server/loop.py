@@ -184,7 +184,7 @@ class Synchronous(Loop):
     With a clock a round lasts as long as its slowest participant, in virtual seconds; of a plan with several lists of jobs
     the lists follow one another. Clients that cannot be reached as a round begins are not drawn, and jobs of such clients
     are left out; where nobody can be reached, the round begins when somebody can. A client that comes after the deadline
-    has trained, and its bytes are counted, but it has no part in the round: its weight is 0, and it is no failure.
+    has trained, and its bytes are counted, but it has no part in the round: its weight is 0, and it is not a failure.
 
     Args:
         clock: Speeds, links and availability. Default: none, and time has no part in anything.
@@ -360,8 +360,8 @@ def collect_update(collector: UpdateCollector, job: Job, update: Update, late: s
     trained = job.work != 0
     collector.count(update, trained)
     if update.error is None and late is not None:
-        said = f"client '{update.client}' came too late: {late}"
-        return collector.close(replace(update, cause=None, evaluations=[], error=said, left_out=True))
+        reason = f"client '{update.client}' came too late: {late}"
+        return collector.close(replace(update, cause=None, evaluations=[], error=reason, left_out=True))
     if update.error is None:
         collector.fold(update, trained=trained)
     light = collector.close(update, extras=not trained)

@@ -49,9 +49,9 @@ class Architecture:
     def __post_init__(self) -> None:
         shapes = {name: value.shape for name, value in module_state(self.module).items()}
         kinds = entry_kinds(self.module)
-        found = {"kinds": kinds, "shapes": shapes, "tied": tied_names(self.module)}
-        found["trainable"] = [name for name, kind in kinds.items() if kind == "trainable"]
-        for name, value in (found | {"metric_bounds": bounds_of(self.module.modules())}).items():
+        fields = {"kinds": kinds, "shapes": shapes, "tied": tied_names(self.module)}
+        fields["trainable"] = [name for name, kind in kinds.items() if kind == "trainable"]
+        for name, value in (fields | {"metric_bounds": bounds_of(self.module.modules())}).items():
             object.__setattr__(self, name, value)
 
     def first_difference(self, other: Architecture, names: tuple[str, ...]) -> str | None:
@@ -72,11 +72,11 @@ def describe(server: Server) -> dict[str, dict[str, Any]]:
     clients = (*server.clients, *server.held_out)
     return {
         name: {
-            "class": user_class(own.module).__name__,
-            "parameters": sum(parameter.numel() for parameter in own.module.parameters()),
-            "clients": [client for client in clients if server.architecture_of(client) is own],
+            "class": user_class(architecture.module).__name__,
+            "parameters": sum(parameter.numel() for parameter in architecture.module.parameters()),
+            "clients": [client for client in clients if server.architecture_of(client) is architecture],
         }
-        for name, own in server.models.architectures.items()
+        for name, architecture in server.models.architectures.items()
     }
 
 
@@ -114,21 +114,24 @@ def refuse_uncommon(server: Server) -> None:
         return
     for client in (*server.clients, *server.held_out):
         model = server.model_of(client) if server.callbacks.role("model_of") is None else None
-        own = server.architecture_of(client)
-        if model is not None and own is not server.architecture(model):
+        architecture = server.architecture_of(client)
+        if model is not None and architecture is not server.architecture(model):
             names = server.shared_names(model=model)
-            refuse_unlike(model, server.architecture(model), names, client, own)
+            refuse_unlike(model, server.architecture(model), names, client, architecture)
             refuse_other_choice(server, model, names, client)
 
 
-def refuse_unlike(model: str, sent: Architecture, names: tuple[str, ...], client: str, own: Architecture) -> None:
+def refuse_unlike(
+    model: str, sent: Architecture, names: tuple[str, ...], client: str, architecture: Architecture
+) -> None:
     """Refuse to send a client entries that its model does not have."""
-    name = None if own is sent else own.first_difference(sent, names)
+    name = None if architecture is sent else architecture.first_difference(sent, names)
     if name is not None:
-        have = tuple(own.shapes[name]) if name in own.shapes else "missing"
+        have = tuple(architecture.shapes[name]) if name in architecture.shapes else "missing"
         raise ConfigurationError(
             f"'{name}' travels between clients of different architectures: it is {tuple(sent.shapes[name])} in "
-            f"'{sent.name}', the architecture of the {model} model, and {have} in '{own.name}', which client '{client}' has. "
+            f"'{sent.name}', the architecture of the {model} model, and {have} in '{architecture.name}', "
+            f"which client '{client}' has. "
             "Only a part that all models have under the same names and shapes can be shared: use a method that shares "
             "predictions, prototypes or a common part (docs/explanation/different_models.md), or one architecture for all."
         )
@@ -140,16 +143,18 @@ def refuse_other_choice(server: Server, model: str, names: tuple[str, ...], clie
     A rule such as "all but the last layer" names other entries in a deeper network: a layer that is a client's own would
     travel, or one that should travel would stay.
     """
-    sent, own = server.architecture(model), server.architecture_of(client)
-    chosen = server.shared_in(own.name)
-    differing = [name for name in (*names, *chosen) if (name in names) != (name in chosen)] if own is not sent else []
+    sent, architecture = server.architecture(model), server.architecture_of(client)
+    chosen = server.shared_in(architecture.name)
+    differing = (
+        [name for name in (*names, *chosen) if (name in names) != (name in chosen)] if architecture is not sent else []
+    )
     if differing:
         name = differing[0]
-        yes, no = (sent.name, own.name) if name in names else (own.name, sent.name)
+        yes, no = (sent.name, architecture.name) if name in names else (architecture.name, sent.name)
         raise ConfigurationError(
-            f"'{name}' travels in '{yes}' and not in '{no}', and client '{client}' has '{own.name}' while the {model} model "
-            f"has '{sent.name}': what travels must be the same part of all models. Name the layers that all have in "
-            "common (LGFedAvg(shared=...)), use a method for models that differ "
+            f"'{name}' travels in '{yes}' and not in '{no}', and client '{client}' has '{architecture.name}' "
+            f"while the {model} model has '{sent.name}': what travels must be the same part of all models. "
+            "Name the layers that all have in common (LGFedAvg(shared=...)), use a method for models that differ "
             "(docs/explanation/different_models.md), or one "
             "architecture for all."
         )
@@ -176,8 +181,8 @@ class ModelStore(dict[str, State]):
         self.architectures: dict[str, Architecture] = architectures_of(blueprint)
         self.main = self.architectures[blueprint.architecture_of("server")]
         base = blueprint.base(self.main.name)  # one memory for all: entries are replaced, never edited
-        own = clone({name: value for name, value in module_state(self.main.module).items() if name not in base})
-        self[GLOBAL] = {name: own.get(name, value) for name, value in module_state(self.main.module).items()}
+        not_frozen = clone({name: value for name, value in module_state(self.main.module).items() if name not in base})
+        self[GLOBAL] = {name: not_frozen.get(name, value) for name, value in module_state(self.main.module).items()}
         self.architecture_names: dict[str, str] = {}
         self.combining = GLOBAL
         self.usual_names: dict[str, tuple[str, ...]] = {}

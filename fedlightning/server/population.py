@@ -43,17 +43,17 @@ def aggregate_data_statistics(
         ConfigurationError: If a callback refuses, too few sites are behind a sum, a site answers nonsense, or the run began
             with other clients.
     """
-    known = engine.runner.described
+    data = engine.runner.described
     refuse_statistics(callbacks)
-    clients = {client: known.num_samples(client) for client in sort_clients(known.client_ids)}
+    clients = {client: data.num_samples(client) for client in sort_clients(data.client_ids)}
     path = None if folder is None else folder / FILE
     if path is not None and path.exists():
         kept = read_json(path)
         _refuse_others(path, kept, wanted, clients)
     else:
-        found = engine.measure()
+        statistics = engine.measure()
         sites = engine.sites
-        totals = total({client: found.get(client) for client in clients}, lambda client: sites.get(client, client))
+        totals = total({client: statistics.get(client) for client in clients}, lambda client: sites.get(client, client))
         # A word's count may be one site's, so that clients are told which words have a place, and no counts.
         for name, most in wanted.get("words", {}).items():
             totals[f"words {name}"] = dict.fromkeys(chosen_words(totals[f"words {name}"], most), 0.0)
@@ -75,11 +75,11 @@ def refuse_statistics(callbacks: Iterable[FederatedCallback]) -> None:
     refuse_uncounted(callbacks, what, "Use scale: local or none, and lists of categories.")
 
 
-def total(found: Mapping[str, Any], site_of: Any = lambda client: client) -> dict[str, Any]:
+def total(statistics: Mapping[str, Any], site_of: Any = lambda client: client) -> dict[str, Any]:
     """Return the sums over clients, in the order given.
 
     Args:
-        found: Client -> what it gives.
+        statistics: Client -> what it gives.
         site_of: Gives a client's site.
 
     Raises:
@@ -91,14 +91,17 @@ def total(found: Mapping[str, Any], site_of: Any = lambda client: client) -> dic
     """
     sums: dict[str, Any] = {}
     givers: dict[str, set[str]] = {}
-    form = {name: _form(value) for name, value in (next(iter(found.values()), None) or {}).items()}
-    for client, given in found.items():
-        if not isinstance(given, Mapping) or {name: _form(value) for name, value in given.items()} != form:
+    form = {name: _form(value) for name, value in (next(iter(statistics.values()), None) or {}).items()}
+    for client, statistics_of_client in statistics.items():
+        if (
+            not isinstance(statistics_of_client, Mapping)
+            or {name: _form(value) for name, value in statistics_of_client.items()} != form
+        ):
             raise ConfigurationError(f"Client '{client}' does not give the statistics that all agree on.")
-        for name, value in given.items():
+        for name, value in statistics_of_client.items():
             if isinstance(value, list):
                 before = sums.get(name, [0.0] * len(value))
-                sums[name] = [one + other for one, other in zip(before, value, strict=True)]
+                sums[name] = [first + other for first, other in zip(before, value, strict=True)]
                 gives = any(value)
             else:
                 before, gives = sums.get(name, {}), bool(value)
@@ -117,11 +120,11 @@ def total(found: Mapping[str, Any], site_of: Any = lambda client: client) -> dic
 
 def _form(value: Any) -> Any:
     """Return what values of clients have in common; raise nothing for nonsense, which no other client has."""
-    if isinstance(value, list) and all(type(one) is float and math.isfinite(one) for one in value):
+    if isinstance(value, list) and all(type(number) is float and math.isfinite(number) for number in value):
         return len(value)
     if isinstance(value, dict) and len(value) <= MOST_WORDS:
         words = all(isinstance(word, str) for word in value)
-        if words and all(type(one) is float and math.isfinite(one) and one >= 0 for one in value.values()):
+        if words and all(type(number) is float and math.isfinite(number) and number >= 0 for number in value.values()):
             return "words"
     return object()
 

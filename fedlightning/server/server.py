@@ -49,7 +49,7 @@ AFTER_LAST_ROUND = "After the last round"
 
 
 def refused(message: Message, reason: str) -> Update:
-    """Return the answer in the place of an update that was refused: nothing came, and its client has failed."""
+    """Return the answer in place of an update that was refused: nothing came, and its client has failed."""
     update = Update(message.round, message.client, model=message.model, tag=message.tag)
     return replace(update, error=f"the update of client '{message.client}' was refused: {reason}")
 
@@ -245,10 +245,10 @@ class Server:
         return self.clock.is_reachable(client)
 
     def _named(self, owner: str, named: list[str]) -> list[str]:
-        known = set(self.num_samples)
-        unknown = next((client for client in named if client not in known), None)
+        names = set(self.num_samples)
+        unknown = next((client for client in named if client not in names), None)
         if unknown is not None or len(set(named)) != len(named):
-            what = "a client twice" if unknown is None else f"{unknown!r}, which is no client of this federation"
+            what = "a client twice" if unknown is None else f"{unknown!r}, which is not a client of this federation"
             raise ConfigurationError(
                 f"{owner}.participants names {what}. It returns ids out of server.clients, each once."
             )
@@ -320,7 +320,7 @@ class Server:
 
     def _is_lost(self, client: str) -> bool:
         """Return whether the client's last failure was that its site is lost, in this round or the one before."""
-        before = next((one for one in reversed(self.failures) if one["client"] == client), None)
+        before = next((failure for failure in reversed(self.failures) if failure["client"] == client), None)
         return before is not None and WITHOUT in before["reason"] and before["round"] >= self.round
 
     def job(self, client: str, **options: Any) -> Job:
@@ -343,7 +343,7 @@ class Server:
                 "A visit on the union of all clients' data is planned, and the clients' data are not in one place. Use an "
                 "engine that has all data in one process, or another algorithm."
             )
-        sent, own = self.architecture(job.model), self.architecture_of(job.client)
+        sent, architecture = self.architecture(job.model), self.architecture_of(job.client)
         shared = self.shared_names(model=job.model)
         everything = tuple(sent.kinds)
         down = job.down if job.down is not None else (everything if job.client == POOLED else shared)
@@ -354,8 +354,8 @@ class Server:
                 if job.work == 0
                 else self._without_server_buffers(everything if job.client == POOLED else shared, sent)
             )
-        if own is not sent:
-            refuse_unlike(job.model, sent, (*down, *returns), job.client, own)
+        if architecture is not sent:
+            refuse_unlike(job.model, sent, (*down, *returns), job.client, architecture)
             if job.down is None:
                 refuse_other_choice(self, job.model, shared, job.client)
         model = self.models[job.model]
@@ -373,7 +373,7 @@ class Server:
             callback.on_broadcast(self, job, message)
             extras = message.extras.get(callback.key)
             if extras:
-                check_extras(callback.key, extras, callback.wire(own.module).down, own.shapes)
+                check_extras(callback.key, extras, callback.wire(architecture.module).down, architecture.shapes)
         return message
 
     def accept(self, message: Message, update: Update) -> Update:
@@ -445,8 +445,10 @@ class Server:
     def selected(self, name: str, client: str | None = None) -> dict[str, Any] | None:
         """Return a model of the server that a checkpoint callback has selected, with its score; `None` if there is none."""
         model = GLOBAL if client is None else self.model_of(client)
-        found = (kept for kept in self.checkpoints.values() if (kept["name"], kept.get("of", GLOBAL)) == (name, model))
-        return next(found, None)
+        entries = (
+            kept for kept in self.checkpoints.values() if (kept["name"], kept.get("of", GLOBAL)) == (name, model)
+        )
+        return next(entries, None)
 
     @property
     def module(self) -> LightningModule:
@@ -491,32 +493,32 @@ class Server:
 
     def shared_in(self, architecture: str, without: FederatedCallback | None = None) -> tuple[str, ...]:
         """Return the names that travel of a model of an architecture, whether or not the server has one."""
-        own, models = self.models.architectures[architecture], self.models
+        architecture_of_model, models = self.models.architectures[architecture], self.models
         choosers = [callback for callback in self.callbacks if callback.claims("shared_names")]
-        if not choosers and own.name in models.usual_names:
-            return models.usual_names[own.name]
-        names = list(own.kinds)
+        if not choosers and architecture_of_model.name in models.usual_names:
+            return models.usual_names[architecture_of_model.name]
+        names = list(architecture_of_model.kinds)
         for callback in choosers:
-            answer = None if callback is without else callback.shared_names(self, own.module)
+            answer = None if callback is without else callback.shared_names(self, architecture_of_model.module)
             if answer is not None:
-                chosen = set(expand(answer, own.kinds))
+                chosen = set(expand(answer, architecture_of_model.kinds))
                 names = [name for name in names if name in chosen]
         if self.models.float_buffers == "local":
-            names = [name for name in names if own.kinds[name] in ("trainable", "frozen")]
+            names = [name for name in names if architecture_of_model.kinds[name] in ("trainable", "frozen")]
         travelling = set(names)
-        found = tuple(name for name in names if own.tied.get(name, travelling) <= travelling)
+        shared = tuple(name for name in names if architecture_of_model.tied.get(name, travelling) <= travelling)
         if not choosers:
-            models.usual_names[own.name] = found
-        return found
+            models.usual_names[architecture_of_model.name] = shared
+        return shared
 
     def returned_names(self, *, model: str = GLOBAL) -> tuple[str, ...]:
         """Return the shared names that an ordinary visit sends back; without buffers where those are the server's."""
         return self._without_server_buffers(self.shared_names(model=model), self.architecture(model))
 
-    def _without_server_buffers(self, names: tuple[str, ...], own: Architecture) -> tuple[str, ...]:
+    def _without_server_buffers(self, names: tuple[str, ...], architecture: Architecture) -> tuple[str, ...]:
         if self.models.float_buffers != "server":
             return names
-        return tuple(name for name in names if own.kinds[name] in ("trainable", "frozen"))
+        return tuple(name for name in names if architecture.kinds[name] in ("trainable", "frozen"))
 
     def global_module(self, client: str | None = None) -> LightningModule | None:
         """Return the model of stage G; by default there is one exactly when every entry of the model travels."""

@@ -190,10 +190,12 @@ class ServerTraining:
 
 def _work(steps: int | None, epochs: int | None, loader: Any) -> int:
     """Return the optimizer steps of a fit."""
-    given = {name: value for name, value in (("steps", steps), ("epochs", epochs)) if value is not None}
-    if len(given) != 1 or min(given.values()) < 0:
-        raise ValueError(f"server.training.fit got {given or 'neither steps nor epochs'}; give one of them, 0 or more.")
-    if next(iter(given.values())) == 0:
+    amounts = {name: value for name, value in (("steps", steps), ("epochs", epochs)) if value is not None}
+    if len(amounts) != 1 or min(amounts.values()) < 0:
+        raise ValueError(
+            f"server.training.fit got {amounts or 'neither steps nor epochs'}; give one of them, 0 or more."
+        )
+    if next(iter(amounts.values())) == 0:
         return 0
     if len(loader) == 0:
         raise ValueError("server.training.fit got a loader without a batch.")
@@ -233,7 +235,9 @@ class _Fit(LightningModule):
         )
 
     def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer([one for one in self.module.parameters() if one.requires_grad])
+        optimizer = self.make_optimizer(
+            [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        )
         if self.make_scheduler is None:
             return optimizer
         scheduler = {"scheduler": self.make_scheduler(optimizer), "interval": "step"}

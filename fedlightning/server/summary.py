@@ -42,7 +42,7 @@ def weighting_of(callbacks: CallbackList) -> str:
 
 
 def optimizer_state_of(
-    callbacks: Sequence[Any], given: Literal["reset", "keep"] | None = None
+    callbacks: Sequence[Any], wish_of_user: Literal["reset", "keep"] | None = None
 ) -> Literal["reset", "keep"]:
     """Return what becomes of optimizers between visits: as the user says, else as an algorithm wishes, else `"reset"`."""
     wishes: list[Literal["reset", "keep"]] = [
@@ -50,12 +50,12 @@ def optimizer_state_of(
         for callback in callbacks
         if isinstance(callback, FederatedCallback) and (wish := callback.facts.optimizer_state) is not None
     ]
-    return given or (wishes[0] if wishes else "reset")
+    return wish_of_user or (wishes[0] if wishes else "reset")
 
 
-def _any_memory(found: Iterable[bool | None]) -> bool | None:
+def _any_memory(memories: Iterable[bool | None]) -> bool | None:
     """Return True if one of them is, `None` if none is and one cannot be told."""
-    answers = set(found)
+    answers = set(memories)
     return True if True in answers else None if None in answers else False
 
 
@@ -63,7 +63,9 @@ def summarise_terms(server: Server, kept: Sequence[str], validations: int) -> di
     """Return the terms of a run, for `summary.json`."""
     return {
         "optimizer_state": server.blueprint.settings.optimizer_state,
-        "optimizer_memory": _any_memory(have_memory(own.module) for own in server.models.architectures.values()),
+        "optimizer_memory": _any_memory(
+            have_memory(architecture.module) for architecture in server.models.architectures.values()
+        ),
         "weighting": weighting_of(server.callbacks) if server.returned_names() else None,
         "local_steps": server.costs.steps,
         **{name: server.costs.spent.get(name, 0) for name in SPENT},
@@ -119,11 +121,11 @@ def by_site(sites: Mapping[str, str], clients: Sequence[str]) -> dict[str, list[
         >>> by_site({"b": "x", "a": "y", "c": "y"}, ["a", "b", "c"])
         {'y': ['a', 'c'], 'x': ['b']}
     """
-    found: dict[str, list[str]] = {}
+    clients_by_site: dict[str, list[str]] = {}
     for client in clients:
         if client in sites:
-            found.setdefault(sites[client], []).append(client)
-    return found
+            clients_by_site.setdefault(sites[client], []).append(client)
+    return clients_by_site
 
 
 LISTED = 10_000
@@ -132,17 +134,17 @@ LISTED = 10_000
 
 def summarise_evaluation(server: Server, in_training: Sequence[str] | None = None) -> dict[str, Any]:
     """Return how many clients are scored, of how many; if not all, with a short hash of who."""
-    found = _scored(server.population.scored, server.clients)
+    scored = _scored(server.population.scored, server.clients)
     if in_training is None or list(in_training) == server.population.scored:
-        return found
-    return found | {"in_training": _scored(in_training, server.clients)}
+        return scored
+    return scored | {"in_training": _scored(in_training, server.clients)}
 
 
 def _scored(some: Sequence[str], of: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"clients": len(some), "of": len(of)}
+    counts: dict[str, Any] = {"clients": len(some), "of": len(of)}
     if len(some) == len(of):
-        return found
-    return found | {"who": hashlib.sha256(json.dumps(list(some)).encode()).hexdigest()[:12]}
+        return counts
+    return counts | {"who": hashlib.sha256(json.dumps(list(some)).encode()).hexdigest()[:12]}
 
 
 def listed_clients(server: Server, engine: Engine) -> list[str]:

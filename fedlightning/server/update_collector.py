@@ -90,30 +90,30 @@ class Aggregation:
 
     def _mean(self, model: str, mean: WeightedMean) -> State:
         """Return the weighted mean, or the change divided by the number that a callback names."""
-        server, owner, found = self.server, self.server.callbacks.role("denominator"), mean.result()
+        server, owner, combined = self.server, self.server.callbacks.role("denominator"), mean.result()
         server.models.combining = model
         divisor = None if owner is None else owner.denominator(server)
         if divisor is None:
-            return found
+            return combined
         if not 0.0 < divisor < math.inf:
             assert owner is not None
             raise ConfigurationError(f"{owner.key}.denominator is {divisor!r}, which must be a positive number.")
-        for name, value in found.items():
+        for name, value in combined.items():
             share = mean.weight(name) / divisor
             if has_mean(value) and share != 1.0:
                 old = widen(server.models[model][name])
-                found[name] = narrow(old + share * (widen(value) - old), value)
-        return found
+                combined[name] = narrow(old + share * (widen(value) - old), value)
+        return combined
 
 
 def _settled(module: nn.Module, state: State, came: Collection[str]) -> State:
     """Return all entries of a model with the vectors of its spectral norms, which are of its matrices."""
     if not keeps_vectors(state):
         return state
-    made = copy.deepcopy(module)
-    load_state(made, state)
-    settle(made, came)
-    return clone(module_state(made, state))
+    settled = copy.deepcopy(module)
+    load_state(settled, state)
+    settle(settled, came)
+    return clone(module_state(settled, state))
 
 
 class UpdateCollector:
@@ -150,7 +150,7 @@ class UpdateCollector:
 
         Args:
             update: The update.
-            sent: Entries that the client was sent in the place of the server's.
+            sent: Entries that the client was sent in place of the server's.
             base: Entries of which the client's change counts; `None`: the model that came is taken.
             trained: Whether the job trained.
         """
@@ -200,10 +200,14 @@ class UpdateCollector:
     def refuse_if_too_few(self) -> None:
         """End the run where fewer clients than needed contributed; of one it is enough that it came."""
         server = self.server
-        clients = [one for one in self.done if one.client in server.num_samples and not one.left_out]
+        clients = [
+            update_done
+            for update_done in self.done
+            if update_done.client in server.num_samples and not update_done.left_out
+        ]
         visited = dict.fromkeys(update.client for update in clients)
         counted = {update.client for update in contributors(clients)}
-        idle = {one.client for one in clients if one.contributed is False} - counted
+        idle = {update_done.client for update_done in clients if update_done.contributed is False} - counted
         failed = {client: f"client '{client}' took no real step" for client in visited if client in idle}
         failed |= {update.client: update.error for update in clients if update.error is not None}
         needed, there = self.policy.needed(len(visited)), len(visited) - len(failed)

@@ -64,32 +64,32 @@ the server has public data too, with which they are compared."""
 DETAILS: tuple[Detail, ...] = tuple(detail for detail in get_args(Detail) if detail not in ("classes", "pooled"))
 """What of the data is looked up for a greeting."""
 INSTEAD: Mapping[str, Callable[[DataSummary], Any]] = {
-    "module": lambda told: "data of sites",
-    "partition_name": lambda told: "at sites",
-    "classes": lambda told: dict.fromkeys(told.sizes),
-    "class_names": lambda told: [],
-    "pooled": lambda told: (),
-    "public": lambda told: None,
-    "public_print": lambda told: None,
-    "public_content": lambda told: None,
+    "module": lambda summary: "data of sites",
+    "partition_name": lambda summary: "at sites",
+    "classes": lambda summary: dict.fromkeys(summary.sizes),
+    "class_names": lambda summary: [],
+    "pooled": lambda summary: (),
+    "public": lambda summary: None,
+    "public_print": lambda summary: None,
+    "public_content": lambda summary: None,
 }
 CODE = "code"
 """Entry of `splits` that stands for the code of the data module."""
 
 
-def leaving(told: DataSummary, key: bytes, code: str, public: bool) -> DataSummary:
+def leaving(summary: DataSummary, key: bytes, code: str, public: bool) -> DataSummary:
     """Return what leaves of a description."""
-    told = replace(told, splits={**told.splits, CODE: code} if told.splits else {})
+    summary = replace(summary, splits={**summary.splits, CODE: code} if summary.splits else {})
     changed: dict[str, Any] = {}
-    for name in (field.name for field in fields(told)):
-        value, how = getattr(told, name), LEAVES[name]
+    for name in (field.name for field in fields(summary)):
+        value, how = getattr(summary, name), LEAVES[name]
         if how == "never" or (how == "with public data" and not public):
-            changed[name] = INSTEAD[name](told)
+            changed[name] = INSTEAD[name](summary)
         elif how == "keyed" and isinstance(value, Mapping):
-            changed[name] = {part: keyed(one, key, f"{name} {part}") for part, one in value.items()}
+            changed[name] = {part: keyed(content, key, f"{name} {part}") for part, content in value.items()}
         elif how == "keyed" and value is not None:
             changed[name] = keyed(value, key, name)
-    return replace(told, **changed)
+    return replace(summary, **changed)
 
 
 def keyed(value: Any, key: bytes, of: str) -> str:
@@ -122,30 +122,30 @@ SETTINGS = (
 def agreement(blueprint: Blueprint) -> dict[str, Any]:
     """Return what both sides must agree on, by a name that a person can read. It cannot see code."""
     settings = blueprint.settings
-    found: dict[str, Any] = {"FedLightning": fedlightning.__version__}
-    found |= {name: getattr(settings, name) for name in SETTINGS}
-    found |= {f"seed.{source}": seed for source, seed in settings.other_seeds.items()}
-    found |= {name: value for name, value in settings.trainer_arguments.items() if name not in MACHINE}
-    found |= of_blueprint(blueprint) | held_values(blueprint.template)
-    agreed: dict[str, Any] = json.loads(json.dumps(plain(found)))
+    agreed_values: dict[str, Any] = {"FedLightning": fedlightning.__version__}
+    agreed_values |= {name: getattr(settings, name) for name in SETTINGS}
+    agreed_values |= {f"seed.{source}": seed for source, seed in settings.other_seeds.items()}
+    agreed_values |= {name: value for name, value in settings.trainer_arguments.items() if name not in MACHINE}
+    agreed_values |= of_blueprint(blueprint) | held_values(blueprint.template)
+    agreed: dict[str, Any] = json.loads(json.dumps(plain(agreed_values)))
     return agreed
 
 
-def refusal_of_changes(runner: ClientRuntime, own: Mapping[str, Any], key: bytes, path: Path) -> str | None:
+def refusal_of_changes(runner: ClientRuntime, agreed: Mapping[str, Any], key: bytes, path: Path) -> str | None:
     """Return why callbacks that protect clients do not go on with a run after a change here, whatever its server says.
 
     Args:
         runner: Holds the callbacks and the data.
-        own: What must not change, by a name that a person can read; how many rounds there are may.
+        agreed: What must not change, by a name that a person can read; how many rounds there are may.
         key: Key of the hash of the data.
         path: The run's file, which is written when it begins here.
     """
     protecting = [callback for callback in runner.callbacks if isinstance(callback, Protection)]
     if not protecting:
         return None
-    told = runner.describe(details=("splits", "loaders"))
-    data = {"hash of the training data": keyed(f"{told.splits['train']} {told.content}", key, "training data")}
-    now = json.loads(json.dumps(plain({name: value for name, value in own.items() if name != "max_rounds"} | data)))
+    summary = runner.describe(details=("splits", "loaders"))
+    data = {"hash of the training data": keyed(f"{summary.splits['train']} {summary.content}", key, "training data")}
+    now = json.loads(json.dumps(plain({name: value for name, value in agreed.items() if name != "max_rounds"} | data)))
     if not path.exists():
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,16 +170,16 @@ def held_values(model: nn.Module) -> dict[str, Any]:
         >>> held_values(model)
         {'model.class_weights (held)': [1.0, 5.0]}
     """
-    found: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     sent = set(model.state_dict(keep_vars=True))
     for path, module in model.named_modules():
         place = f"{path}." if path else ""
-        held = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-        held |= {name: value for name, value in module.named_buffers(recurse=False) if f"{place}{name}" not in sent}
-        found |= {
-            f"model.{place}{name} (held)": told for name, value in held.items() if (told := _told(value)) is not None
+        attrs = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        attrs |= {name: value for name, value in module.named_buffers(recurse=False) if f"{place}{name}" not in sent}
+        contents |= {
+            f"model.{place}{name} (held)": text for name, value in attrs.items() if (text := _told(value)) is not None
         }
-    return found
+    return contents
 
 
 def _told(value: Any) -> Any:
@@ -198,7 +198,7 @@ def _told(value: Any) -> Any:
 
 def _is_told(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_told(one) for key, one in value.items())
+        return all(isinstance(key, str) and _is_told(entry) for key, entry in value.items())
     if isinstance(value, list | tuple):
         return all(map(_is_told, value))
     return value is None or isinstance(value, str | bool | int | float)

@@ -26,7 +26,7 @@ OWN = __name__.partition(".")[0]
 LISTED = 100
 """Files up to which a package is told file by file; of more, all are one hash."""
 UNSEEN = "cannot be read"
-"""In the place of a hash: a notebook has no file, and neither has code in an archive."""
+"""In place of a hash: a notebook has no file, and neither has code in an archive."""
 INSTALLED = ("site-packages", "dist-packages")
 BENEATH = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "numpy")
 """What everything stands on: other versions of torch and Lightning are said, and refuse nobody."""
@@ -40,7 +40,7 @@ def of_blueprint(blueprint: Blueprint) -> Code:
     return of_objects(parts, (value for part in parts for value in vars(part).values()))
 
 
-def of_objects(parts: Iterable[Any], held: Iterable[Any] = ()) -> Code:
+def of_objects(parts: Iterable[Any], objects: Iterable[Any] = ()) -> Code:
     """Return the code of objects, classes and functions, and what it has imported that is not installed.
 
     Example:
@@ -48,21 +48,21 @@ def of_objects(parts: Iterable[Any], held: Iterable[Any] = ()) -> Code:
         ['fedlightning']
     """
     named = {_top(name) for part in parts for name in _modules_of(part)}
-    waiting, found = [*named, *(_top(name) for value in held for name in _modules_of(value))], Code()
+    waiting, code = [*named, *(_top(name) for value in objects for name in _modules_of(value))], Code()
     while waiting:
         top = waiting.pop()
-        if top in found or top in BENEATH or (top in sys.stdlib_module_names and top != "__main__"):
+        if top in code or top in BENEATH or (top in sys.stdlib_module_names and top != "__main__"):
             continue
         files = _of_package(top)
         if "" not in files:
             waiting += [] if top == OWN else [_top(name) for name in _imported_by(top)]
         elif top not in named:
             continue
-        found[top] = files
-    return found
+        code[top] = files
+    return code
 
 
-def differences(theirs: Mapping[str, Any], own: Code) -> list[str]:
+def differences(theirs: Mapping[str, Any], own_code: Code) -> list[str]:
     """Return where two sides have other code, a few words each.
 
     Example:
@@ -71,17 +71,17 @@ def differences(theirs: Mapping[str, Any], own: Code) -> list[str]:
         >>> differences({"timm": {"": "1.0.1"}}, {"timm": {"": "1.0.2"}})
         ['timm (1.0.1 there, 1.0.2 here)']
     """
-    found = []
-    for top in sorted({*theirs, *own}):
-        there, here = theirs.get(top, {}), own.get(top, {})
+    differing = []
+    for top in sorted({*theirs, *own_code}):
+        there, here = theirs.get(top, {}), own_code.get(top, {})
         there = there if isinstance(there, Mapping) else {}
         if there.get("") != here.get("") or not (there and here):
-            found.append(f"{top} ({_in_words(there)} there, {_in_words(here)} here)")
+            differing.append(f"{top} ({_in_words(there)} there, {_in_words(here)} here)")
             continue
         files = sorted({*there, *here})
         other = [file for file in files if there.get(file) != here.get(file) or here[file] == UNSEEN]
-        found += [file if file == f"{top}.py" else f"{top}/{file}" for file in other]
-    return found
+        differing += [file if file == f"{top}.py" else f"{top}/{file}" for file in other]
+    return differing
 
 
 def digest(code: Code) -> str:
@@ -102,8 +102,8 @@ def _in_words(files: Mapping[str, str]) -> str:
 def _modules_of(thing: Any) -> Iterator[str]:
     """Yield the names of modules that define an object: those of its class and its base classes, or of a function."""
     kind = thing if isinstance(thing, type) else type(thing)
-    own = getattr(thing, "__module__", None) if callable(thing) else None
-    for name in (own, *(base.__module__ for base in kind.__mro__)):
+    module_name = getattr(thing, "__module__", None) if callable(thing) else None
+    for name in (module_name, *(base.__module__ for base in kind.__mro__)):
         if isinstance(name, str):
             yield name
     inner = getattr(thing, "func", None)  # of a partial function
@@ -115,9 +115,9 @@ def _imported_by(top: str) -> Iterator[str]:
     for name, module in list(sys.modules.items()):
         if module is not None and _top(name) == top:
             for value in list(vars(module).values()):
-                found = value.__name__ if isinstance(value, type(sys)) else getattr(value, "__module__", None)
-                if isinstance(found, str):
-                    yield found
+                module_name = value.__name__ if isinstance(value, type(sys)) else getattr(value, "__module__", None)
+                if isinstance(module_name, str):
+                    yield module_name
 
 
 @functools.cache  # what was imported counts: files may change later
@@ -130,8 +130,8 @@ def _of_package(top: str) -> dict[str, str]:
     if not places:
         files = {} if file is None else {"the script" if top == "__main__" else Path(file).name: Path(file)}
     elif file is None:  # a namespace can be as large as the folder that somebody works in: what is imported of it
-        loaded = [getattr(one, "__file__", None) for name, one in list(sys.modules.items()) if _top(name) == top]
-        paths = [Path(one) for one in loaded if isinstance(one, str)]
+        loaded = [getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if _top(name) == top]
+        paths = [Path(file_name) for file_name in loaded if isinstance(file_name, str)]
         files = {
             path.relative_to(root).as_posix(): path for root in roots for path in paths if path.is_relative_to(root)
         }

@@ -76,7 +76,7 @@ class Connections:
         names: Name of each site that takes part, by the node that the connection knows it as.
         where: Node of each client.
         clients: Clients of each site, by its name.
-        told: What each site has told of its data, by its name, and the session in which it did.
+        summaries: What each site has told of its data, by its name, and the session in which it did.
         relied: A session, and what the run relies on of that which sites told in it, by their names: one that comes back
             must tell the same.
         refused: Why a node does not take part.
@@ -94,7 +94,7 @@ class Connections:
     names: dict[str, str] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
     clients: dict[str, list[str]] = field(default_factory=dict)
-    told: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    summaries: dict[str, tuple[str, Any]] = field(default_factory=dict)
     relied: tuple[str, Mapping[str, Any]] = ("", MappingProxyType({}))
     refused: dict[str, str] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
@@ -114,12 +114,12 @@ class Connections:
     def waits(self, wanted: int) -> str:
         """Return a sentence on who is here and who is not."""
         here = ", ".join(sorted(self.names.values())) or "none"
-        found = f"Waiting for {wanted} site{'s' if wanted > 1 else ''}. Here: {here}."
+        sentence = f"Waiting for {wanted} site{'s' if wanted > 1 else ''}. Here: {here}."
         silent = len(set(self.link.nodes()) - set(self.names))
         if silent:
-            found += f" Connected, but without an answer yet: {silent}."
+            sentence += f" Connected, but without an answer yet: {silent}."
         missing = sorted(self.link.missing())
-        return f"{found} Not connected: {', '.join(missing)}." if missing else found
+        return f"{sentence} Not connected: {', '.join(missing)}." if missing else sentence
 
     def greet(self) -> int:
         """Send a hello to every connected node that does not know the run as it is now; forget those that are gone."""
@@ -131,9 +131,9 @@ class Connections:
         here = set(self.names.values())
         self._replaced = {node: name for node, name in self._replaced.items() if name in here}
         self._requests = {
-            number: one
-            for number, one in self._requests.items()
-            if one.node in nodes or one.what not in ("hello", "notice")
+            number: request
+            for number, request in self._requests.items()
+            if request.node in nodes or request.what not in ("hello", "notice")
         }
         greeted = self._asked("hello")
         for node in sorted(nodes - set(self._replaced)):
@@ -146,7 +146,7 @@ class Connections:
 
     def _asked(self, what: str) -> list[str]:
         """Return the nodes that have not replied to a kind of request yet."""
-        return [one.node for one in self._requests.values() if one.what == what]
+        return [request.node for request in self._requests.values() if request.what == what]
 
     def send(self, node: str, request: Mapping[str, Any]) -> str:
         """Send a request to a node that is ready, and return the name of its reply."""
@@ -169,14 +169,14 @@ class Connections:
 
     def _drop(self, node: str, what: str) -> list[str]:
         """Wait no more for the replies of a node to a kind of request; return their names."""
-        dropped = [number for number, one in self._requests.items() if (one.node, one.what) == (node, what)]
+        dropped = [number for number, request in self._requests.items() if (request.node, request.what) == (node, what)]
         for number in dropped:
             del self._requests[number]
         return dropped
 
     def receive(self, timeout: float) -> list[Reply]:
         """Return replies to :meth:`send`. A node that does not know the run answers all that it was sent with `unknown`."""
-        found: list[Reply] = []
+        replies: list[Reply] = []
         for number, data in self.link.receive(set(self._requests), timeout):
             request = self._requests.get(number)
             if request is None or request.what == "notice":
@@ -189,17 +189,17 @@ class Connections:
                 self.heard[self.names[node]] = time.time()
                 self.answers[self.names[node]] += 1
             if request.what == "task" and "unknown" in content and not is_lost:
-                found += self._forgotten(node)
+                replies += self._forgotten(node)
                 continue
             self.forget(number)
             if request.what == "task":
-                found.append(Reply(node, number, {"unknown": ""} if is_lost else content))
+                replies.append(Reply(node, number, {"unknown": ""} if is_lost else content))
             elif request.what == "hello" and not is_lost:
                 self._welcome(node, request, content)
             elif "unknown" in content and not is_lost:
-                found += self._forgotten(node)
-        found, self._lost = [*found, *self._lost], []
-        return found
+                replies += self._forgotten(node)
+        replies, self._lost = [*replies, *self._lost], []
+        return replies
 
     def _forgotten(self, node: str) -> list[Reply]:
         """Note that a node does not know the run: it is greeted again."""
@@ -233,15 +233,17 @@ class Connections:
     def read(self, data: bytes) -> dict[str, Any]:
         """Return what a reply, or the part of one that answers one task, says; of nonsense, a refusal."""
         try:
-            found = read(data, self.limits)
+            content = read(data, self.limits)
         except WireError as error:
             return {"refused": f"{error}".rstrip(".")}
-        if isinstance(found, dict) and isinstance(found.get("refused"), str):
-            found["refused"] = printable(found["refused"], SENTENCE)
-        known = isinstance(found, dict) and any(name in found for name in ("answer", "refused", "unknown", "lost"))
-        if not known or not isinstance(found.get("refused", ""), str):
+        if isinstance(content, dict) and isinstance(content.get("refused"), str):
+            content["refused"] = printable(content["refused"], SENTENCE)
+        is_valid = isinstance(content, dict) and any(
+            name in content for name in ("answer", "refused", "unknown", "lost")
+        )
+        if not is_valid or not isinstance(content.get("refused", ""), str):
             return {"refused": "its reply says nothing"}
-        return {**found, "refused": found["refused"].rstrip(".")} if "refused" in found else found
+        return {**content, "refused": content["refused"].rstrip(".")} if "refused" in content else content
 
     def _welcome(self, node: str, request: Request, content: dict[str, Any]) -> None:
         answer, session = content.get("answer"), request.session
@@ -258,7 +260,7 @@ class Connections:
                 self.where |= dict.fromkeys(answer["clients"], node)
                 self._greeted[node] = session
                 if answer.get("data") is not None:
-                    self.told[answer["name"]] = session, answer["data"]
+                    self.summaries[answer["name"]] = session, answer["data"]
                 self.refused.pop(node, None)
                 return
         self.turn_away(node, reason or "it does not say who it is")
@@ -273,21 +275,23 @@ class Connections:
             warn(f"A site does not take part: {why}")
 
     def _compare_versions(self, name: str, theirs: Any) -> None:
-        """Say where a site computes with another torch: that is no reason to refuse it, but its bits may be others."""
-        own = versions()
-        if not isinstance(theirs, dict) or theirs == own:
+        """Say where a site computes with another torch: that is not a reason to refuse it, but its bits may be others."""
+        own_versions = versions()
+        if not isinstance(theirs, dict) or theirs == own_versions:
             return
-        told = "; ".join(
+        other_versions = "; ".join(
             f"{package} {printable(str(theirs.get(package)), NAME)}, the server {version}"
-            for package, version in own.items()
+            for package, version in own_versions.items()
             if theirs.get(package) != version
         )
-        warn(f"Site '{name}' has {told}: its numbers may differ in the last bits from those of one process.")
+        warn(f"Site '{name}' has {other_versions}: its numbers may differ in the last bits from those of one process.")
 
     def _objection(self, node: str, name: str, clients: list[str]) -> str | None:
         """Return why a site cannot take part under this name with these clients."""
         if not name.strip() or name != printable(name, NAME):
-            return f"'{printable(name, NAME)}' is no name of a site: it is a printable text of 1 to {NAME} characters"
+            return (
+                f"'{printable(name, NAME)}' is not a name of a site: it is a printable text of 1 to {NAME} characters"
+            )
         owner = self.link.owner(node)
         if owner not in (None, name):
             return (
@@ -297,32 +301,32 @@ class Connections:
         others = {self.names[of] for client, of in self.where.items() if client in clients and of in self.names}
         if others - {name}:
             return f"site '{name}' has a client that site '{min(others - {name})}' has already"
-        same = any(of != node and known == name for of, known in self.names.items())
+        same = any(of != node and other_name == name for of, other_name in self.names.items())
         if same and set(clients) != set(self.clients[name]):
             return f"another site is here under the name '{name}', with other clients: give each site a name of its own"
         return None
 
     def _others(self, session: str, answer: Mapping[str, Any]) -> str | None:
         """Return why a site cannot come back with these data: the run has begun with others."""
-        since, told = self.relied
-        own = told.get(answer["name"]) if since == session else None
-        if own is None or answer.get("data") is None or self._compared(answer["data"]) == self._compared(own):
+        since, summaries = self.relied
+        before = summaries.get(answer["name"]) if since == session else None
+        if before is None or answer.get("data") is None or self._compared(answer["data"]) == self._compared(before):
             return None
         return (
             f"site '{answer['name']}' comes back with other clients or data than those with which it began this run, or with "
             "other code of its data module: start it with the same data section and the same files as before"
         )
 
-    def _compared(self, told: Any) -> Any:
-        if not self.allow_other_code or not isinstance(told, DataSummary):
-            return told
-        return replace(told, splits={part: one for part, one in told.splits.items() if part != CODE})
+    def _compared(self, summary: Any) -> Any:
+        if not self.allow_other_code or not isinstance(summary, DataSummary):
+            return summary
+        return replace(summary, splits={part: hashed for part, hashed in summary.splits.items() if part != CODE})
 
-    def _other_code(self, name: str, told: Any) -> str | None:
+    def _other_code(self, name: str, differing: Any) -> str | None:
         """Return why a site cannot take part that has other code than this server, by its own account."""
-        if not told:
+        if not differing:
             return None
-        some = printable("; ".join(map(str, told[:5])) if isinstance(told, list) else told, SENTENCE)
+        some = printable("; ".join(map(str, differing[:5])) if isinstance(differing, list) else differing, SENTENCE)
         if not self.allow_other_code:
             return (
                 f"site '{name}' has other code than the server ({some}): start the server with --allow_other_code true"
@@ -332,7 +336,7 @@ class Connections:
 
     def _enter(self, node: str, name: str) -> None:
         """Let a site in. One that has started anew may be connected by its old node for a while: that one is let go."""
-        for old in [of for of, known in self.names.items() if known == name and of != node]:
+        for old in [of for of, other_name in self.names.items() if other_name == name and of != node]:
             del self.names[old]
             self._greeted.pop(old, None)
             self._replaced[old] = name

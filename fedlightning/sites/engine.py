@@ -79,13 +79,13 @@ class UnreachableSites:
     def to_give_up(self, window: Window, sites: Mapping[str, str], now: float) -> list[Entry]:
         """Return tasks that came when their sites were absent already; none while there is another one to wait for."""
         waiting = [entry for entry in window if not entry.done] if self.marked else []
-        found = []
+        absent_entries = []
         for entry in waiting:
             since = self.since(sites.get(entry.client, ""), now)
             if since is None or entry.since is None or entry.since < since:
                 return []
-            found.append(entry)
-        return found
+            absent_entries.append(entry)
+        return absent_entries
 
     @property
     def marked(self) -> bool:
@@ -204,10 +204,10 @@ class SitesEngine(Engine):
         self._stage, self._fixed = stage, None
         self.runner.set_up(stage)  # public data, if there are any
         self._public = public_facts(self.runner.data)
-        said = ""
+        last_sentence = ""
         while len(self.connections.names) < self._wanted:
-            if (waits := self.connections.waits(self._wanted)) != said:
-                rank_zero_info(stamped(said := waits))
+            if (waits := self.connections.waits(self._wanted)) != last_sentence:
+                rank_zero_info(stamped(last_sentence := waits))
             self._waits_for = f"waits for sites: {len(self.connections.names)} of {self._wanted} are here"
             self._listen()
         self._waits_for = ""
@@ -219,12 +219,12 @@ class SitesEngine(Engine):
 
     def measure(self) -> dict[str, dict[str, Any]]:
         """Ask every site for what its clients that train give for the statistics before round 1."""
-        found: dict[str, dict[str, Any]] = {}
+        sums_by_client: dict[str, dict[str, Any]] = {}
         for name, answer in self._ask_all({"do": "measure"}).items():
             if not isinstance(answer, dict) or set(answer) - set(self.connections.clients[name]):
                 raise ConfigurationError(f"Site '{name}' does not give the statistics of its clients.")
-            found |= answer
-        return found
+            sums_by_client |= answer
+        return sums_by_client
 
     def agree(self, totals: Mapping[str, Any]) -> None:
         """Tell every site the totals, now and whenever it is greeted again."""
@@ -235,36 +235,38 @@ class SitesEngine(Engine):
         if leave_out:
             return self._merge(self._ask_all({"do": "describe", "leave_out": list(leave_out)}))
         session = self._session()
-        known = self._known(session)
-        if known is None:
-            found = self._ask_all(
+        summary = self._known(session)
+        if summary is None:
+            summary_by_site = self._ask_all(
                 {"do": "describe", "leave_out": []},
-                lambda: {name: told for name, (when, told) in self.connections.told.items() if when == session},
+                lambda: {
+                    name: summary for name, (when, summary) in self.connections.summaries.items() if when == session
+                },
             )
-            known = self._merge(found)
-            self._merged, self.connections.relied = (session, known), (session, found)
-        self.runner.know(known)
-        return known
+            summary = self._merge(summary_by_site)
+            self._merged, self.connections.relied = (session, summary), (session, summary_by_site)
+        self.runner.know(summary)
+        return summary
 
-    def _merge(self, found: Mapping[str, Any]) -> DataSummary:
-        own: list[DataSummary] = []
-        for name, answer in found.items():
+    def _merge(self, summary_by_site: Mapping[str, Any]) -> DataSummary:
+        summaries: list[DataSummary] = []
+        for name, answer in summary_by_site.items():
             if not isinstance(answer, DataSummary) or set(answer.sizes) - {
                 *self.connections.clients[name],
                 *self._left_out,
             }:
                 raise ConfigurationError(f"Site '{name}' does not describe its data as a site does.")
-            own.append(answer)
-        check_shares(found, self._max_share)
-        everybody = sort_clients([client for one in own for client in one.client_ids])
+            summaries.append(answer)
+        check_shares(summary_by_site, self._max_share)
+        everybody = sort_clients([client for summary in summaries for client in summary.client_ids])
         place = {client: number for number, client in enumerate(everybody)}
-        own.sort(key=lambda one: min((place[client] for client in one.client_ids), default=len(place)))
-        return DataSummary.merged(own)
+        summaries.sort(key=lambda summary: min((place[client] for client in summary.client_ids), default=len(place)))
+        return DataSummary.merged(summaries)
 
     def _listen(self) -> list[Reply]:
         """Greet who has come, and return replies."""
         self.connections.greet()
-        found = self.connections.receive(POLL)
+        replies = self.connections.receive(POLL)
         self.log.look(self.connections, self._doing, self._waits_for)
         for node in self.connections.refused:
             self.connections.names.pop(node, None)
@@ -275,13 +277,13 @@ class SitesEngine(Engine):
                 why = self.connections.why(node)
                 self.connections.tell(NOTICE)
                 raise ConfigurationError(f"The run does not begin: {why}")
-        return found
+        return replies
 
-    def _ask_all(self, asked: dict[str, Any], told: Callable[[], Mapping[str, Any]] = dict) -> dict[str, Any]:
+    def _ask_all(self, asked: dict[str, Any], read_answers: Callable[[], Mapping[str, Any]] = dict) -> dict[str, Any]:
         """Ask all sites, and return their answers by name."""
         ended = self.attempts.clock() + PATIENCE
         self._members = names = self._members or list(self.connections.names.values())
-        answers = {name: answer for name, answer in told().items() if name in names}
+        answers = {name: answer for name, answer in read_answers().items() if name in names}
         waits: dict[str, str] = {}  # name of the site by that of its reply
         since: dict[str, float] = {}  # by name: when it first refused
         while silent := [name for name in names if name not in answers]:
@@ -297,7 +299,7 @@ class SitesEngine(Engine):
                     self.connections.turn_away(reply.node, why)
                 if "answer" in reply.content:  # else it has started anew, and is asked again
                     answers[name] = reply.content["answer"]
-            answers |= {name: answer for name, answer in told().items() if name in silent}
+            answers |= {name: answer for name, answer in read_answers().items() if name in silent}
             if self._refused and len(self.connections.names) < len(names):  # it is waited for longer
                 ended = self.attempts.clock() + PATIENCE
             if self.attempts.clock() > ended:
@@ -320,8 +322,8 @@ class SitesEngine(Engine):
         )
 
     def ask(self, task: Task[Answer]) -> Answer:
-        found = list(self.map([task]))
-        return found[0]
+        answers = list(self.map([task]))
+        return answers[0]
 
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
         """Yield the answers of tasks in their order; see :meth:`fedlightning.engines.base.Engine.map`."""
@@ -405,12 +407,12 @@ class SitesEngine(Engine):
 
     def _doing(self) -> Doing:
         """Return what each site is at, for people: the first of what it was sent."""
-        found: dict[str, tuple[str, int | None]] = {}
+        work_by_site: dict[str, tuple[str, int | None]] = {}
         for entry in self._window:
             name = self.connections.names.get(self.connections.where.get(entry.client, ""))
-            if entry.sent is not None and name is not None and name not in found:
-                found[name] = in_words(entry.task), entry.task.address[0]
-        return found
+            if entry.sent is not None and name is not None and name not in work_by_site:
+                work_by_site[name] = in_words(entry.task), entry.task.address[0]
+        return work_by_site
 
     def _unsend(self, entry: Entry) -> None:
         for name in self._window.unsend(entry):
@@ -426,8 +428,8 @@ class SitesEngine(Engine):
                 elif entry is not None:
                     self._give_up(entry, f"its site refuses: {refused}", lasts=False)
             return
-        found = [(entry, self.connections.read(part)) for entry, part in zip(entries, parts, strict=True)]
-        done = [(entry, content) for entry, content in found if not {"unknown", "lost"} & set(content)]
+        contents = [(entry, self.connections.read(part)) for entry, part in zip(entries, parts, strict=True)]
+        done = [(entry, content) for entry, content in contents if not {"unknown", "lost"} & set(content)]
         self._window.answered(reply.node, self.connections.where, self.attempts.clock())
         for entry, content in done or [(entry, {"refused": "it carries out none"}) for entry in entries]:
             if entry is None:
@@ -466,7 +468,7 @@ class SitesEngine(Engine):
         return settled
 
     def _give_up(self, entry: Entry, reason: str, lasts: bool) -> None:
-        """Answer in the place of a site; `lasts`: another run would not meet the reason, so it is noted on disk."""
+        """Answer in place of a site; `lasts`: another run would not meet the reason, so it is noted on disk."""
         settled = self._settle(entry, entry.task.lost(reason), None)
         entry.since = None
         if settled is not None:

@@ -90,8 +90,8 @@ class Texts:
         if isinstance(answer, Update):
             whom = f"client '{answer.client}'"
             if answer.error not in (None, f"{whom} has no training samples"):
-                said = self._withheld(answer.error or "", errors if answer.cause is None else [answer.cause])
-                answer.error = f"{whom} failed: {said}"
+                reason = self._withheld(answer.error or "", errors if answer.cause is None else [answer.cause])
+                answer.error = f"{whom} failed: {reason}"
             answer.gaps = [(*place, self._withheld(reason, errors)) for *place, reason in answer.gaps]  # type: ignore[misc]
             answer.logs = [log for log in answer.logs if log.method == "metrics"]  # others are texts, images, figures
         elif isinstance(answer, list):
@@ -107,25 +107,25 @@ class Texts:
                 where = f"{task.callback} refuses to run at client '{task.client}'"
                 answer = replace(answer, refusal=f"{where}: {self._withheld(answer.refusal, errors)}.")
         elif isinstance(answer, StepFinding) and answer.refusal is not None:
-            said = self._withheld(answer.refusal, [] if answer.cause is None else [answer.cause])
+            reason = self._withheld(answer.refusal, [] if answer.cause is None else [answer.cause])
             where = f"A step of {task.split} data fails for client '{task.client}', tried before round 1"
-            answer = replace(answer, refusal=f"{where}: {said}.")
+            answer = replace(answer, refusal=f"{where}: {reason}.")
         return answer
 
     def _below(self, path: str) -> str:
         """Return a path as it is seen from the site's folder: where that lies is the site's own affair."""
-        home, found = self.file.parent.resolve(), Path(path).resolve()
-        return found.relative_to(home).as_posix() if found.is_relative_to(home) else found.name
+        home, exported = self.file.parent.resolve(), Path(path).resolve()
+        return exported.relative_to(home).as_posix() if exported.is_relative_to(home) else exported.name
 
     def _withheld(self, text: str, errors: Sequence[BaseException]) -> str:
-        """Return what leaves in the place of a text that one of some errors may have given: the last, if it quotes none."""
-        found = [one for one in errors if describe_error(one) in text] or errors
-        if not found:
+        """Return what leaves instead of a text that one of some errors may have given: the last, if it quotes none."""
+        quoted = [error for error in errors if describe_error(error) in text] or errors
+        if not quoted:
             return f"a text that stays at its site ({self._kept(text)})"
-        return describe_error(found[-1]) if _is_fixed(found[-1]) else self._kind(found[-1], text)
+        return describe_error(quoted[-1]) if _is_fixed(quoted[-1]) else self._kind(quoted[-1], text)
 
     def _kind(self, error: BaseException, text: str = "") -> str:
-        reference = next((name for known, name in self._known if known is error), None)
+        reference = next((name for seen_error, name in self._known if seen_error is error), None)
         if reference is None:
             trace = "".join(traceback.format_exception(error))
             reference = self._kept(f"{text}\n{trace}" if text else trace)
@@ -150,7 +150,7 @@ class Texts:
 
 
 def _known_kind(error: BaseException) -> str:
-    """Return the name of the first class of an error that is no user's: code can make a class with any name."""
+    """Return the name of the first class of an error that is not a user's: code can make a class with any name."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] in KNOWN)
 
 
@@ -161,7 +161,7 @@ def _is_fixed(error: BaseException, modules: Sequence[str] = FIXED) -> bool:
         trace = trace.tb_next
     name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
     alone = error.__cause__ is None and (error.__context__ is None or (error.__suppress_context__ and modules is FIXED))
-    return alone and any(f"{name}.".startswith(f"{own}.") for own in modules)
+    return alone and any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 TEXT = 256
@@ -207,7 +207,7 @@ def is_text(value: Any) -> bool:
 def is_small(value: Any) -> bool:
     """Return whether texts in a value are of ordinary length, and its lists and dicts too."""
     if isinstance(value, dict):
-        return len(value) <= NAMES and all(is_small(one) for pair in value.items() for one in pair)
+        return len(value) <= NAMES and all(is_small(part) for pair in value.items() for part in pair)
     if isinstance(value, list | tuple):
         return len(value) <= NAMES and all(map(is_small, value))
     return not isinstance(value, str) or len(value) <= TEXT
@@ -267,7 +267,7 @@ ENVELOPES: dict[str, dict[str, Rule]] = {
         "task": lambda here, value: None,  # the site looks at its kind, and RULES at the rest
         "number": when(lambda here, value: _is_word(value), "it is a name of letters and digits"),
         "version": when(
-            lambda here, value: value == "" or _is_word(value), "such are no names of a run or of a version"
+            lambda here, value: value == "" or _is_word(value), "such are not names of a run or of a version"
         ),
         "keep": when(
             lambda here, value: (
@@ -289,9 +289,9 @@ def fault_of_request(do: str, asked: Mapping[str, Any]) -> str | None:
     return first_fault({name: (rule, asked.get(name)) for name, rule in rules.items()}, None, do)
 
 
-def first_fault(found: Mapping[str, tuple[Rule, Any]], here: Any, what: str) -> str | None:
+def first_fault(rule_by_name: Mapping[str, tuple[Rule, Any]], here: Any, what: str) -> str | None:
     """Return the sentence of the first of some values, by name and with their rules, that is not allowed."""
-    for name, (rule, value) in found.items():
+    for name, (rule, value) in rule_by_name.items():
         try:
             reason = rule(here, value)
         except (TypeError, ValueError, AttributeError):  # of a kind that the rule does not foresee
@@ -299,19 +299,19 @@ def first_fault(found: Mapping[str, tuple[Rule, Any]], here: Any, what: str) -> 
         if reason is not None:
             if is_dataclass(value):
                 return reason  # of a part of it
-            said = f" is {value!r:.60}" if isinstance(value, int | float | str) else ""
-            return f"{name} of its {what}{said}: {reason}"
+            quoted = f" is {value!r:.60}" if isinstance(value, int | float | str) else ""
+            return f"{name} of its {what}{quoted}: {reason}"
     return None
 
 
 METRICS = 10_000
 """Names of metrics in an answer."""
 MOST_SAMPLES = 2**53
-"""Samples of a client: sums of more are no whole numbers."""
+"""Samples of a client: sums of more are not whole numbers."""
 LARGE = 0.9
 """Share of all training samples from which a site is named."""
 NOT_ASKED = "its site answers with scores that were not asked for"
-NO_NAME = f"its site names metrics by other than at most {METRICS} short texts that can be printed and are no formulas"
+NO_NAME = f"its site names metrics by other than at most {METRICS} short texts that can be printed and are not formulas"
 
 
 def fault(task: Task[Any], answer: Any) -> str | None:
@@ -346,13 +346,13 @@ def _fault_of_update(evaluate: Evaluate, answer: Any) -> str | None:
     )
 
 
-def _fault_of_places(evaluate: Evaluate, found: Sequence[tuple[str, str, str, str]]) -> str | None:
+def _fault_of_places(evaluate: Evaluate, places: Sequence[tuple[str, str, str, str]]) -> str | None:
     """Return what is wrong with scores by client, data, split and metric: each answers what was asked, once."""
-    if any(data not in evaluate.data or split not in evaluate.splits for _, data, split, _ in found):
+    if any(data not in evaluate.data or split not in evaluate.splits for _, data, split, _ in places):
         return NOT_ASKED
-    if len(set(found)) != len(found):
+    if len(set(places)) != len(places):
         return "its site answers with a score twice"
-    return None if _are_names([metric for *_, metric in found]) else NO_NAME
+    return None if _are_names([metric for *_, metric in places]) else NO_NAME
 
 
 def _are_names(metrics: Collection[str]) -> bool:
@@ -361,34 +361,34 @@ def _are_names(metrics: Collection[str]) -> bool:
     )
 
 
-def check_shares(told: Mapping[str, DataSummary], most: float) -> None:
+def check_shares(summary_by_site: Mapping[str, DataSummary], most: float) -> None:
     """Compare the training samples that sites say they have: means are weighted by them, and nobody can count them.
 
     Args:
-        told: What each site says of its data, by its name.
+        summary_by_site: What each site says of its data, by its name.
         most: The largest share that a site may have.
     """
-    shares = dict.fromkeys(told, 0)
-    for name, one in told.items():
-        for client, sizes in one.sizes.items():
-            counts = [*sizes, *one.over_rounds.get(client, ())]
+    shares = dict.fromkeys(summary_by_site, 0)
+    for name, summary in summary_by_site.items():
+        for client, sizes in summary.sizes.items():
+            counts = [*sizes, *summary.over_rounds.get(client, ())]
             bad = next((count for count in counts if not 0 <= count < MOST_SAMPLES), None)
             if bad is not None:
                 raise ConfigurationError(
                     f"Site '{name}' says that client '{client}' has {bad} samples: no such number."
                 )
-            if client in one.client_ids:
-                shares[name] += max(sizes[0], *one.over_rounds.get(client, (0,)))
+            if client in summary.client_ids:
+                shares[name] += max(sizes[0], *summary.over_rounds.get(client, (0,)))
     total, several = sum(shares.values()), len([count for count in shares.values() if count]) > 1
     for name, count in shares.items() if several else ():
-        said = f"Site '{name}' says that it has {count} of all {total} training samples"
+        claim = f"Site '{name}' says that it has {count} of all {total} training samples"
         if count > most * total:
             raise ConfigurationError(
-                f"{said}, more than max_share={most:g}: the mean would be its model. Ask that site, take uniform weights, or "
-                "raise --max_share."
+                f"{claim}, more than max_share={most:g}: the mean would be its model. Ask that site, take uniform weights, "
+                "or raise --max_share."
             )
         if count > LARGE * total:
-            warn(f"{said}: a mean weighted by samples is its model. Nobody can count them; --max_share refuses such.")
+            warn(f"{claim}: a mean weighted by samples is its model. Nobody can count them; --max_share refuses such.")
 
 
 def in_lines(answer: Any) -> Any:
@@ -403,8 +403,8 @@ def in_lines(answer: Any) -> Any:
     elif isinstance(answer, Deployed):
         answer = replace(answer, reason=answer.reason and printable(answer.reason, SENTENCE))
     elif isinstance(answer, StepFinding):
-        said = [printable(text, SENTENCE) for text in answer.said]
-        answer = replace(answer, refusal=answer.refusal and printable(answer.refusal, SENTENCE), said=said)
+        messages = [printable(text, SENTENCE) for text in answer.said]
+        answer = replace(answer, refusal=answer.refusal and printable(answer.refusal, SENTENCE), said=messages)
     return answer
 
 

@@ -45,7 +45,7 @@ class ServerLog:
         folder: Folder of the file; `None`: no file.
         expected: Sites without which no run begins.
         run: Tells of the run.
-        known: Names of sites that may come, as their keys are called.
+        site_names: Names of sites that may come, as their keys are called.
         say: Is told what has changed, a line at a time.
         clock: Seconds since 1970.
         file: The file; a test brings its own.
@@ -59,7 +59,7 @@ class ServerLog:
         folder: Path | None = None,
         expected: int = 0,
         run: Callable[[], Run] = Run,
-        known: Sequence[str] = (),
+        site_names: Sequence[str] = (),
         say: Callable[[str], None] = _say,
         clock: Callable[[], float] = time.time,
         file: StatusFile | None = None,
@@ -68,7 +68,7 @@ class ServerLog:
         self._run, self._say, self._clock = run, say, clock
         self._status = ServerStatus(started=clock(), expected=expected)
         self.outcome = "finished"
-        self._sites = {name: SiteStatus(name) for name in map(_name, known)}
+        self._sites = {name: SiteStatus(name) for name in map(_name, site_names)}
         self._refused: dict[str, SiteStatus] = {}  # by node
         self._began: dict[str, float] = {}
         self._seen: set[str] = set()
@@ -124,15 +124,15 @@ class ServerLog:
         if again:
             self._say(f"Site '{site.name}' is back.")
             return
-        here = sum(1 for one in self._sites.values() if one.state == "connected")
+        here = sum(1 for other in self._sites.values() if other.state == "connected")
         count = f" ({here} of {self._status.expected})" if here <= self._status.expected else ""
         self._say(f"Site '{site.name}' is here with {of_clients(clients)}{count}.")
 
     # -- what ----------------------------------------------------------------------------------------------------------
-    def _does(self, site: SiteStatus, found: tuple[str, int | None] | None, now: float) -> None:
-        what = "" if found is None else found[0]
-        if found is not None and found[1] is not None:
-            site.round = found[1]
+    def _does(self, site: SiteStatus, work: tuple[str, int | None] | None, now: float) -> None:
+        what = "" if work is None else work[0]
+        if work is not None and work[1] is not None:
+            site.round = work[1]
         if what != site.doing:
             site.doing, site.doing_since = what, now if what else None
 
@@ -140,8 +140,8 @@ class ServerLog:
         run, status = self._run(), self._status
         status.run, status.rounds_done, status.max_rounds = run.folder, run.rounds_done, run.max_rounds
         for site in self._sites.values():
-            own = set(site.clients)
-            site.failures = sum(1 for one in run.failures if one["client"] in own)
+            clients = set(site.clients)
+            site.failures = sum(1 for failure in run.failures if failure["client"] in clients)
         status.sites = sorted([*self._sites.values(), *self._refused.values()], key=lambda site: site.name)
         self._file.write(status, lasting)
 

@@ -85,18 +85,18 @@ class Records:
             tuple[str, str, str | None], tuple[str, ClientRecord]
         ] = {}  # the newest of each client is read no more
 
-    def get(self, run: str, client: str, version: str, terms: str | None = None) -> ClientRecord:
+    def get(self, run: str, client: str, version: str, outgoing_terms: str | None = None) -> ClientRecord:
         """Return a version of a client's record; the empty one is that of a client that was never visited."""
         if not version:
             return ClientRecord()
-        known, record = self._last.get((run, client, terms), ("", ClientRecord()))
-        if known == version:
+        last_version, record = self._last.get((run, client, outgoing_terms), ("", ClientRecord()))
+        if last_version == version:
             return record
         path = self._path(run, client, version)
         try:
             content = load(path)
             kept_under = content.pop(TERMS, "")
-            found = ClientRecord(**content)
+            stored = ClientRecord(**content)
         except FileNotFoundError:
             raise UnknownVersionError(
                 f"the record of client '{client}' that the server goes on from ({version}) is not in the site's folder. "
@@ -105,15 +105,15 @@ class Records:
         except (UnreadableError, TypeError, ValueError) as error:
             name = f"{path.parent.name}/{path.name}"
             raise UnknownVersionError(f"{name} is damaged ({type(error).__name__}). Put it back from a copy") from None
-        if terms is not None and kept_under != terms:
+        if outgoing_terms is not None and kept_under != outgoing_terms:
             raise UnknownVersionError(
                 f"the record of client '{client}' ({version}) was kept by a configuration of this site under which other "
                 "parts of the model leave. Begin a new run"
             )
-        self._last[run, client, terms] = version, found
-        return found
+        self._last[run, client, outgoing_terms] = version, stored
+        return stored
 
-    def put(self, run: str, client: str, record: ClientRecord, terms: str = "") -> str:
+    def put(self, run: str, client: str, record: ClientRecord, outgoing_terms: str = "") -> str:
         """Write a record. It is on the disk when this returns its version."""
         version = uuid.uuid4().hex
         path = self._path(run, client, version)
@@ -124,9 +124,9 @@ class Records:
             )
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        file_of({**vars(record), TERMS: terms}, f"client '{client}'").save(path)
+        file_of({**vars(record), TERMS: outgoing_terms}, f"client '{client}'").save(path)
         sync_folder(path.parent)
-        self._last[run, client, terms] = version, record
+        self._last[run, client, outgoing_terms] = version, record
         return version
 
     def versions(self, run: str, client: str) -> list[str]:
@@ -142,7 +142,7 @@ class Records:
     def _path(self, run: str, client: str, version: str) -> Path:
         if not all(part.isascii() and part.isalnum() for part in (run, version)):
             raise UnknownVersionError(
-                f"{run!r:.60} and {version!r:.60} are no names of a run and a version of a record"
+                f"{run!r:.60} and {version!r:.60} are not names of a run and a version of a record"
             )
         return self.folder / run / f"client-{file_name_of(client)}" / f"{version}.safetensors"
 
@@ -168,7 +168,7 @@ class Session:
         asked: Counts what the run asks for.
         public: Whether the server has public data.
         other_code: Where its code is another than the server's, if that is allowed.
-        told: What it has told of its data when it was greeted.
+        summary: What it has told of its data when it was greeted.
     """
 
     key: str
@@ -177,7 +177,7 @@ class Session:
     asked: Asked
     public: bool = False
     other_code: Collection[str] = ()
-    told: DataSummary | None = None
+    summary: DataSummary | None = None
 
 
 class Site:
@@ -242,7 +242,7 @@ class Site:
     def _reply(self, request: bytes) -> bytes:
         asked = read(request)
         if not isinstance(asked, dict) or not all(isinstance(asked.get(name), str) for name in ("do", "session")):
-            raise RefusedError("it is no request of a server.")
+            raise RefusedError("it is not a request of a server.")
         if asked["do"] not in ENVELOPES:
             raise RefusedError(f"it asks to {asked['do']!r:.40}, which no site does.")
         if asked["do"] == "hello":
@@ -274,13 +274,13 @@ class Site:
             self._session = self._open(asked)
             self.log.joined(self._session.run, self._leaves(self._session.runner))
         session = self._session
-        if session.told is None:
-            session.told = self._told(session.runner.describe(details=DETAILS), session)
+        if session.summary is None:
+            session.summary = self._told(session.runner.describe(details=DETAILS), session)
         return {
             "answer": {
                 "name": self.name,
                 "clients": list(session.runner.data.client_ids),
-                "data": session.told,
+                "data": session.summary,
                 "versions": versions(),
                 "time": time.time(),
                 "other_code": list(session.other_code),
@@ -292,13 +292,13 @@ class Site:
         refuse_statistics(session.runner.callbacks)
         if session.runner.data.wanted_statistics is None:
             raise RefusedError(f"the data of site '{self.name}' want no statistics.")
-        found = session.runner.measure()
+        sums_by_client = session.runner.measure()
         path = self._folder / "statistics.json"
-        known = read_json(path) if path.exists() else {}
-        for client, sums in found.items():
+        hashes_by_client = read_json(path) if path.exists() else {}
+        for client, sums in sums_by_client.items():
             prints = {name: hashlib.sha256(write(value)).hexdigest() for name, value in sums.items()}
-            before = known.setdefault(client, {})
-            other = next((name for name, one in prints.items() if before.get(name, one) != one), None)
+            before = hashes_by_client.setdefault(client, {})
+            other = next((name for name, printed in prints.items() if before.get(name, printed) != printed), None)
             if other is not None:
                 raise RefusedError(
                     f"client '{client}' of site '{self.name}' has given other sums of '{other.partition(' ')[2]}': both "
@@ -308,30 +308,30 @@ class Site:
             before |= prints
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_text_atomically(path, readable_json(known))
-        return found
+            write_text_atomically(path, readable_json(hashes_by_client))
+        return sums_by_client
 
     def _leaves(self, runner: ClientRuntime) -> str:
         """Return what can leave this site's clients, in words."""
         sums = runner.data.wanted_statistics is not None
-        told = sorted({str(make_outgoing_filter(runner.blueprint, client)) for client in runner.data.client_ids})
+        outgoing = sorted({str(make_outgoing_filter(runner.blueprint, client)) for client in runner.data.client_ids})
         allowed = {
             "sums of training rows, once before round 1": sums,
             "the models": self._export,
             "the texts of errors": self.texts.allowed,
         }
-        return ", or ".join(told) + "".join(f"; {what}" for what, yes in allowed.items() if yes)
+        return ", or ".join(outgoing) + "".join(f"; {what}" for what, yes in allowed.items() if yes)
 
-    def _told(self, found: DataSummary, session: Session) -> DataSummary:
-        return leaving(found, self._key, self._data_code, session.public)
+    def _told(self, summary: DataSummary, session: Session) -> DataSummary:
+        return leaving(summary, self._key, self._data_code, session.public)
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
-        theirs, own = asked.get("agreement"), agreement(self._blueprint)
-        if isinstance(theirs, dict) and differences(theirs, own):  # of another version, which may ask otherwise
-            found = differences(theirs, _without_paths(own, theirs))
+        theirs, ours = asked.get("agreement"), agreement(self._blueprint)
+        if isinstance(theirs, dict) and differences(theirs, ours):  # of another version, which may ask otherwise
+            changes = differences(theirs, _without_paths(ours, theirs))
             raise RefusedError(
                 f"the server's configuration is not that of site '{self.name}' (the server's first): "
-                f"{'; '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}. Give both the same, "
+                f"{'; '.join(changes[:5])}{f' and {len(changes) - 5} more' if len(changes) > 5 else ''}. Give both the same, "
                 "but for the data."
             )
         _refuse(fault_of_request("hello", asked))
@@ -365,12 +365,12 @@ class Site:
         make_room(self._folder, asked["run"], self._most_runs)
         codes = {"hashes of the code": [code.digest(self._code), self._data_code]}
         changed = refusal_of_changes(
-            runner, own | codes, self._key, self._folder / "configurations" / f"{asked['run']}.json"
+            runner, ours | codes, self._key, self._folder / "configurations" / f"{asked['run']}.json"
         )
         if changed is not None:
             raise RefusedError(changed)
-        known = set(runner.data.client_ids)
-        runner.leave_out([client for client in asked["left_out"] if client in known])
+        here = set(runner.data.client_ids)
+        runner.leave_out([client for client in asked["left_out"] if client in here])
         self._given.clear()
         counted = Asked(self._folder, asked["run"])
         counted.count("hello", -1, [""], GREETED)
@@ -382,10 +382,10 @@ class Site:
             return
         if self._public is None:
             self._public = public_facts(self._data)
-        own = self._public
-        if own == theirs:
+        own_public = self._public
+        if own_public == theirs:
             return
-        has = "has none" if own is None else f"has {_samples(own)}"
+        has = "has none" if own_public is None else f"has {_samples(own_public)}"
         raise RefusedError(
             f"the server's public data are {_samples(theirs)}, and site '{self.name}' {has}. Give the server "
             "(PublicDataModule) and every site (public: in its own data module) the same data set with the same batch size, "
@@ -398,9 +398,9 @@ class Site:
         _refuse(fault_of_request("tasks", asked))
         tasks, budget = asked["tasks"], asked["budget"]
         begun, replies = self._clock(), list[bytes]()
-        for one in tasks:
+        for task in tasks:
             late = self._clock() - begun > budget or sum(map(len, replies)) > REPLY_BYTES
-            done = self._said(partial(self._task, session, one)) if not (replies and late) else write({"unknown": ""})
+            done = self._said(partial(self._task, session, task)) if not (replies and late) else write({"unknown": ""})
             replies.append(done)
         return write({"answer": replies})
 
@@ -411,14 +411,14 @@ class Site:
         begun = self._clock()
         task, run = asked.get("task"), session.run
         if not isinstance(task, TASKS):
-            raise RefusedError(f"a {type(task).__name__} is no task for a site.")
+            raise RefusedError(f"a {type(task).__name__} is not a task for a site.")
         self._check(session, task)
         client = task.client or ""
         number, version = asked["number"], asked["version"]
         if client and (client, number) in self._given:
             return self._given[client, number]
-        terms = make_outgoing_filter(session.runner.blueprint, client).terms if client else ""
-        record = self.records.get(run, client, version, terms)
+        outgoing_terms = make_outgoing_filter(session.runner.blueprint, client).terms if client else ""
+        record = self.records.get(run, client, version, outgoing_terms)
         here = Here(session.runner, self._export, client)
         _refuse(fault(here, task) or out_of_turn(here, task, record))
         what, most = kind_of(here, task)
@@ -439,21 +439,21 @@ class Site:
         }
         if after is not None:
             keep = asked.get("keep")
-            reply["version"] = self.records.put(run, client, after, terms)
+            reply["version"] = self.records.put(run, client, after, outgoing_terms)
             reply["note"] = vars(RecordNote.of(after))
             if isinstance(keep, list):
                 self.records.forget(run, client, keep=[*keep, version, reply["version"]])
         written = write(reply)
         if client:
-            self._given = {known: value for known, value in self._given.items() if known[0] != client}
+            self._given = {place: value for place, value in self._given.items() if place[0] != client}
             self._given[client, number] = written
         return written
 
     def _check(self, session: Session, task: Any) -> None:
         """Refuse a task about a client that is not here."""
-        own = {*session.runner.data.client_ids, *session.runner.left_out}
+        clients = {*session.runner.data.client_ids, *session.runner.left_out}
         for client in [task.client] if task.client is not None else task.clients:
-            if client not in own:
+            if client not in clients:
                 raise RefusedError(f"site '{self.name}' has no client '{client}'.")
 
 
@@ -470,34 +470,34 @@ def _within(data: Any) -> Iterator[Any]:
             yield from _within(value)
 
 
-def _without_paths(own: Any, theirs: Any) -> Any:
+def _without_paths(own_values: Any, theirs: Any) -> Any:
     """Return a configuration without the paths in it that are this site's alone."""
-    if own == theirs:
-        return own
-    if isinstance(own, dict):
-        known = theirs if isinstance(theirs, dict) else {}
-        return {name: _without_paths(value, known.get(name)) for name, value in own.items()}
-    if isinstance(own, list):
-        return [_without_paths(value, None) for value in own]
-    return "(a path there)" if isinstance(own, str) and ("/" in own or "\\" in own) else own
+    if own_values == theirs:
+        return own_values
+    if isinstance(own_values, dict):
+        their_values = theirs if isinstance(theirs, dict) else {}
+        return {name: _without_paths(value, their_values.get(name)) for name, value in own_values.items()}
+    if isinstance(own_values, list):
+        return [_without_paths(value, None) for value in own_values]
+    return "(a path there)" if isinstance(own_values, str) and ("/" in own_values or "\\" in own_values) else own_values
 
 
 def _samples(facts: Mapping[str, Any]) -> str:
     return f"{facts['samples']} samples in batches of {facts['batch_size']} (hash {facts['content']})"
 
 
-def _assigned(found: dict[str, str], blueprint: Blueprint) -> dict[str, str]:
-    unknown = next((name for name in found.values() if name not in blueprint.architectures), None)
+def _assigned(assigned: dict[str, str], blueprint: Blueprint) -> dict[str, str]:
+    unknown = next((name for name in assigned.values() if name not in blueprint.architectures), None)
     if unknown is not None:
         raise RefusedError(f"it gives clients the model '{unknown:.80}', which is not here.")
-    return found
+    return assigned
 
 
 def _load(blueprint: Blueprint, template: dict[str, Any]) -> None:
     """Begin with the weights that the server begins with."""
-    own = {name: (value.shape, value.dtype) for name, value in module_state(blueprint.template).items()}
+    own_entries = {name: (value.shape, value.dtype) for name, value in module_state(blueprint.template).items()}
     theirs = {name: (getattr(value, "shape", None), getattr(value, "dtype", None)) for name, value in template.items()}
-    if own != theirs:
-        differing = sorted(str(pair[0]) for pair in set(own.items()) ^ set(theirs.items()))[0]
+    if own_entries != theirs:
+        differing = sorted(str(pair[0]) for pair in set(own_entries.items()) ^ set(theirs.items()))[0]
         raise RefusedError(f"the server's model is another than the site's: they differ at '{differing}'.")
     load_state(blueprint.template, template)

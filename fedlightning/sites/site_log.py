@@ -135,7 +135,7 @@ class SiteLog:
             self._say(f"{reason} Waiting: it is tried again until it works.")
         self.write()
 
-    def joined(self, run: str, leaves: str = "") -> None:
+    def joined(self, run: str, outgoing: str = "") -> None:
         """Note that the site takes part in a run; it is said with the run's first task, and what can leave a client."""
         self.connection(None)  # a SuperNode that finds its server again does so in silence
         status = self.status
@@ -143,7 +143,7 @@ class SiteLog:
             status.run, status.run_since = run, time.time()
             status.tasks = status.failures = 0
             status.round, self._told_round = None, None
-            self._is_new, self._leaves = True, leaves
+            self._is_new, self._leaves = True, outgoing
         self._told = None
         self.write()
 

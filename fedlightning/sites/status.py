@@ -177,25 +177,25 @@ def read(folder: Path) -> Status:
     """Read the status that lies in a folder of `fedlightning serve` or `fedlightning site`."""
     path = folder / FILE
     try:
-        found = read_json(path)
-        if not isinstance(found, dict):
+        content = read_json(path)
+        if not isinstance(content, dict):
             raise UnreadableError("it holds no entries")
-        if found.get("format") != FORMAT:
-            raise UnreadableError(f"its format is {printable(repr(found.get('format')), 20)}, and {FORMAT} is known")
+        if content.get("format") != FORMAT:
+            raise UnreadableError(f"its format is {printable(repr(content.get('format')), 20)}, and {FORMAT} is known")
         kinds: dict[Any, type[Status]] = {"server": ServerStatus, "site": OwnStatus}
-        kind = found.get("kind")
+        kind = content.get("kind")
         if not isinstance(kind, str) or kind not in kinds:
             raise UnreadableError("it is neither a server's nor a site's")
-        return _made(kinds[kind], found)
+        return _made(kinds[kind], content)
     except UnreadableError as error:
         raise UnreadableError(
             f"{path} is damaged: {error}. It is written anew when the server or the site goes on; no run needs it."
         ) from None
 
 
-def _made(kind: type[Made], found: Mapping[str, Any]) -> Made:
+def _made(kind: type[Made], content: Mapping[str, Any]) -> Made:
     """Return an object of one of the classes above from plain values, each of which must be what it should be."""
-    hints, values = get_type_hints(kind), {one.name: found.get(one.name, MISSING) for one in fields(kind)}  # type: ignore[arg-type]
+    hints, values = (get_type_hints(kind), {part.name: content.get(part.name, MISSING) for part in fields(kind)})  # type: ignore[arg-type]
     for name, value in values.items():
         if value is MISSING:
             raise UnreadableError(f"it has no '{name}'")
@@ -228,9 +228,9 @@ class StatusFile:
 
     def write(self, status: Status, lasting: bool = False) -> None:
         """Write a status, if it is another than the last one."""
-        found = as_json(status)
-        found.pop("written")
-        if self._path is None or (found == self._last and not lasting):
+        content = as_json(status)
+        content.pop("written")
+        if self._path is None or (content == self._last and not lasting):
             return
         status.written = time.time()
         try:
@@ -239,4 +239,4 @@ class StatusFile:
             warn(f"`fedlightning sites` shows nothing new: {error}")
             self._path = None
             return
-        self._last, self._next = found, self._clock() + self._every
+        self._last, self._next = content, self._clock() + self._every

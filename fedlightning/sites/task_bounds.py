@@ -120,20 +120,20 @@ _OWN = when(
 
 
 def _state(here: Here, value: Mapping[str, Tensor]) -> str | None:
-    own = here.state()
+    state = here.state()
     for name, tensor in value.items():
-        if name not in own:
+        if name not in state:
             return f"the client's model has no '{name:.80}'"
-        known = own[name]
-        smaller = tensor.dim() == known.dim() and all(a <= b for a, b in zip(tensor.shape, known.shape, strict=True))
-        if not smaller or tensor.is_floating_point() != known.is_floating_point():
-            model = f"{tuple(known.shape)} of {known.dtype}"
+        entry = state[name]
+        smaller = tensor.dim() == entry.dim() and all(a <= b for a, b in zip(tensor.shape, entry.shape, strict=True))
+        if not smaller or tensor.is_floating_point() != entry.is_floating_point():
+            model = f"{tuple(entry.shape)} of {entry.dtype}"
             return f"'{name}' is {tuple(tensor.shape)} of {tensor.dtype}, and the model's is {model}"
     return None
 
 
 def _kept_private(here: Here, value: Message) -> str | None:
-    """Refuse a message that brings entries in the place of the client's own: their scores would tell of the data alone."""
+    """Refuse a message that brings entries instead of the client's own: their scores would tell of the data alone."""
     reason = fault(here, value)
     private = next(
         (name for name in value.state if name in make_outgoing_filter(here.runner.blueprint, here.client).private), None
@@ -175,12 +175,12 @@ def _extras(here: Here, value: Mapping[str, Any]) -> str | None:
 
 def _model(here: Here, value: ServerModel) -> str | None:
     try:
-        own = here.state(value.owner)
+        state = here.state(value.owner)
     except (AttributeError, KeyError):
         return "no architecture of this site has such a model"
     shapes = {name: tensor.shape for name, tensor in value.state.items()}
     return (
-        None if shapes == {name: tensor.shape for name, tensor in own.items()} else "its entries are not that model's"
+        None if shapes == {name: tensor.shape for name, tensor in state.items()} else "its entries are not that model's"
     )
 
 
@@ -195,7 +195,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "state": _state,
         "returns": _returns,
         "extras": _extras,
-        "work": lambda here, value: None if value is None else count(lambda one: one.work, "work")(here, value),
+        "work": lambda here, value: None if value is None else count(lambda update: update.work, "work")(here, value),
         "model": A_TEXT,
         "data": one_of("train"),
         "tag": A_TEXT,
@@ -230,7 +230,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "shared": when(lambda here, value: value is None or len(value) <= NAMES, "it has too many entries"),
         "known": when(
             lambda here, value: all(
-                split in SPLITS and data == LOCAL and len(found[0]) <= NAMES for (split, data), found in value.items()
+                split in SPLITS and data == LOCAL and len(table[0]) <= NAMES for (split, data), table in value.items()
             ),
             "scores are known by split, on the clients' own data",
         ),
@@ -254,7 +254,8 @@ RULES: dict[type, dict[str, Rule]] = {
     },
     PreflightTask: {
         "callback": when(
-            lambda here, value: value in {one.key for one in here.runner.callbacks}, "there is no such callback"
+            lambda here, value: value in {callback.key for callback in here.runner.callbacks},
+            "there is no such callback",
         ),
         "architecture": when(
             lambda here, value: value in here.runner.blueprint.architectures, "there is no such model"

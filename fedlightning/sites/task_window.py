@@ -123,7 +123,7 @@ class Window:
     def due(self, where: Mapping[str, str], ready: Collection[str], now: float) -> list[Batch]:
         """Return the messages that can be sent now. A client's tasks follow one another: one needs the record of another."""
         before: set[str] = set()
-        found: dict[str, list[Entry]] = {}
+        entries_by_node: dict[str, list[Entry]] = {}
         for entry in self._entries:
             if entry.done:
                 continue
@@ -131,10 +131,10 @@ class Window:
                 entry.since, entry.number = now, uuid.uuid4().hex
             node = where.get(entry.client, "")
             if entry.sent is None and node in ready and entry.client not in before:
-                found.setdefault(node, []).append(entry)
+                entries_by_node.setdefault(node, []).append(entry)
             if not entry.is_alone:
                 before.add(entry.client)
-        return [Batch(node, part) for node, entries in found.items() for part in self._parts(node, entries)]
+        return [Batch(node, part) for node, entries in entries_by_node.items() for part in self._parts(node, entries)]
 
     def _parts(self, node: str, entries: Sequence[Entry]) -> Iterator[list[Entry]]:
         part: list[Entry] = []
@@ -158,7 +158,7 @@ class Window:
 
     # -- replies -----------------------------------------------------------------------------------------------------
     def came(self, name: str) -> list[Entry | None] | None:
-        """Return the tasks of the message that a reply answers, `None` in the place of one that is waited for no more."""
+        """Return the tasks of the message that a reply answers, `None` instead of one that is waited for no more."""
         batch = self._batches.pop(name, None)
         if batch is None:
             return None
@@ -196,7 +196,7 @@ class Window:
     def late(self, where: Mapping[str, str], now: float, timeout: float) -> list[Entry]:
         """Return the tasks that have had their time. Those that share a message wait for each other, up to the budget."""
         shared = {batch.node for batch in self._batches.values() if len(batch.entries) > 1}
-        found = []
+        late_entries = []
         for entry in self._entries:
             node = where.get(entry.client, "")
             has = timeout + (BUDGET if node in shared else 0.0)
@@ -204,5 +204,5 @@ class Window:
                 self._seconds[node, type(entry.task)] = (
                     math.inf
                 )  # from now on alone: one that hangs takes no other with it
-                found.append(entry)
-        return found
+                late_entries.append(entry)
+        return late_entries

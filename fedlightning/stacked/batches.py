@@ -55,7 +55,7 @@ class ResidentSource:
 
     Args:
         tensors: The data, `(n, ...)` each.
-        held: The client's rows of them. `None`: all.
+        indices: The client's rows of them. `None`: all.
         sampler: Gives the order of the rows: an addressed one, or one that draws from the global generator. `None`:
             their own order.
         batch_size: Samples in a batch.
@@ -67,17 +67,17 @@ class ResidentSource:
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        held: Tensor | None,
+        indices: Tensor | None,
         sampler: Any,
         batch_size: int,
         count: int,
         seed: Seed,
         draws_seed: bool,
     ) -> None:
-        self.tensors, self.held, self.sampler = tensors, held, sampler
+        self.tensors, self.held, self.sampler = tensors, indices, sampler
         self._seed, self._draws_seed = seed, draws_seed
         self.batch_size, self.count = batch_size, count
-        self.samples = (len(tensors[0]) if held is None else len(held)) if sampler is None else len(sampler)
+        self.samples = (len(tensors[0]) if indices is None else len(indices)) if sampler is None else len(sampler)
         self._whole = min(count, self.samples // batch_size)
         self._tail = tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors)
         self._order = torch.empty(0, dtype=torch.int64)
@@ -98,12 +98,12 @@ class ResidentSource:
 
     def _drawn(self) -> Tensor:
         """Return the order of a sampler that draws from the global generator, which is the client's meanwhile."""
-        own, before = self.generator, torch.get_rng_state()
-        torch.set_rng_state(own.get_state())
+        generator, before = self.generator, torch.get_rng_state()
+        torch.set_rng_state(generator.get_state())
         try:
             return whole_order(self.sampler)
         finally:
-            own.set_state(torch.get_rng_state())
+            generator.set_state(torch.get_rng_state())
             torch.set_rng_state(before)
 
     @property
@@ -215,11 +215,13 @@ def resident(loader: Any, count: int, seed: Seed) -> ResidentSource | None:
     sampler = None if in_order else loader.sampler
     if isinstance(sampler, AddressedSampler) and sampler.world_size != 1:
         return None
-    found = rows_of(loader.dataset)
-    if found is None or (type(found[0]) is ArrayDataset and found[0].transform is not None):
+    rows = rows_of(loader.dataset)
+    if rows is None or (type(rows[0]) is ArrayDataset and rows[0].transform is not None):
         return None
-    source, held = found
-    return ResidentSource(tensors_of(source), held, sampler, loader.batch_size, count, seed, loader.generator is None)
+    source, indices = rows
+    return ResidentSource(
+        tensors_of(source), indices, sampler, loader.batch_size, count, seed, loader.generator is None
+    )
 
 
 BLOCK = 2**20
@@ -286,8 +288,10 @@ class Gatherer:
             gathered = []
             for number, like in enumerate(likes):
                 room = self._space(number, like, count * length).view(count, length, *like.shape[1:])
-                for out, source, own in zip(room, sources, rows, strict=True):
-                    torch.index_select(source.tensors[number], 0, own[start * size : start * size + length], out=out)
+                for out, source, row_numbers in zip(room, sources, rows, strict=True):
+                    torch.index_select(
+                        source.tensors[number], 0, row_numbers[start * size : start * size + length], out=out
+                    )
                 gathered.append(room)
             for turn in range(0, length, size):
                 yield self._ready([room[:, turn : turn + size] for room in gathered])

@@ -134,7 +134,7 @@ class StackedTraining:
         return trainees
 
     def fit(
-        self, phase: Phase, module: LightningModule, trainees: Sequence[Trainee], recipe: Recipe, found: Finding
+        self, phase: Phase, module: LightningModule, trainees: Sequence[Trainee], recipe: Recipe, finding: Finding
     ) -> Stack:
         """Train clients in a stack and return it."""
         runner = self.runner
@@ -149,7 +149,7 @@ class StackedTraining:
             on_device(module, self._device),
         ):
             StackedFit(
-                runner, phase, found, module, stack, trainees, recipe.optimizer, self._gatherer, self._watching
+                runner, phase, finding, module, stack, trainees, recipe.optimizer, self._gatherer, self._watching
             ).run()
         return stack
 
@@ -243,7 +243,7 @@ class VectorizedEngine(SequentialEngine):
         do: Callable[[Sequence[Any]], Iterator[Any]] = self._visit
         for task in tasks:
             together = self._together(task)
-            busy = task.client is not None and task.client in [one.client for one in chunk]
+            busy = task.client is not None and task.client in [waiting.client for waiting in chunk]
             if chunk and (together is None or together != do or len(chunk) >= self.size or busy):
                 yield from do(chunk)
                 chunk = []
@@ -273,9 +273,9 @@ class VectorizedEngine(SequentialEngine):
         waiting = set(places)
         while waiting:
             with self.watching([tasks[place].address[2] for place in places], allowance=len(places)):
-                found = list(do([tasks[place] for place in places]))
+                answers = list(do([tasks[place] for place in places]))
             again = set()
-            for place, (answer, record) in zip(places, found, strict=True):
+            for place, (answer, record) in zip(places, answers, strict=True):
                 done = attempts[place].settle(answer, record)
                 if done is None:
                     again.add(place)
@@ -299,8 +299,8 @@ class VectorizedEngine(SequentialEngine):
 
     def _scores(self, tasks: Sequence[ScoringTask[Any]]) -> Iterator[tuple[Any, ClientRecord | None]]:
         scorings = [task.scoring(self.runner, self._record(task.client)) for task in tasks]
-        own = any(task.client is not None for task in tasks)
-        yield from self._evaluation.answers(scorings, self.size, own)
+        of_clients = any(task.client is not None for task in tasks)
+        yield from self._evaluation.answers(scorings, self.size, of_clients)
 
     def _record(self, client: str | None) -> ClientRecord:
         return ClientRecord() if client is None else self.store.get(client)
@@ -364,10 +364,10 @@ class VectorizedEngine(SequentialEngine):
     def _score_trained(self, members: Sequence[Member]) -> None:
         """Score the models that visits wait for, together where possible. A client whose scores fail, fails alone."""
         scores = [cast(Score, member.score) for member in members]
-        found = iter(self._evaluation.scores([one for score in scores for one in score.requests]))
+        answers = iter(self._evaluation.scores([request for score in scores for request in score.requests]))
         for member, score in zip(members, scores, strict=True):
             bind(self.runner, score.client)
-            self._go_on(member, partial(member.visit.send, [next(found) for _ in score.requests]))
+            self._go_on(member, partial(member.visit.send, [next(answers) for _ in score.requests]))
 
     def _groups(self, members: Sequence[Member]) -> list[list[Member]]:
         """Group the clients that can train in one stack: same phase, same tensors and plain values of the modules."""

@@ -99,24 +99,24 @@ class Signature:
         It reads the dicts in which torch keeps the content of a module. Public ways to them take as long as the
         module's step, and there is none to its hooks.
         """
-        own = vars(module)
+        attributes = vars(module)
         self._traits += (prefix, type(module))
         if isinstance(module, Metric | MetricCollection):
             return
-        for name, value in own.items():
+        for name, value in attributes.items():
             if type(value) in PLAIN and name != RUNNING:
                 self._traits += (name, value)
             elif isinstance(value, Tensor):
-                self._alone = True  # it is no parameter and no buffer, so it cannot be stacked
+                self._alone = True  # it is neither a parameter nor a buffer, so it cannot be stacked
             elif type(value) in CONTAINERS:
                 self._traits += (name, len(value))
-        self._alone = self._alone or bool(own["_forward_hooks"]) or bool(own["_forward_pre_hooks"])
+        self._alone = self._alone or bool(attributes["_forward_hooks"]) or bool(attributes["_forward_pre_hooks"])
         for kind in ("_parameters", "_buffers"):
-            for name, tensor in own[kind].items():
+            for name, tensor in attributes[kind].items():
                 if tensor is not None and id(tensor) not in self._seen:
                     self._seen.add(id(tensor))
                     self.tensors[prefix + name] = tensor
-        for name, child in own["_modules"].items():
+        for name, child in attributes["_modules"].items():
             if child is not None:
                 self._walk(child, f"{prefix}{name}.")
 
@@ -180,9 +180,9 @@ class EpochHooks:
 
 def hooks_of(kind: type[LightningModule], testing: bool) -> EpochHooks:
     """Return the hooks around the epoch of a class when it is validated, or tested."""
-    name, own = names_of(testing).hook, of_module(kind)
+    name, hooks = names_of(testing).hook, of_module(kind)
     before, after = (f"on_{name}_start", f"on_{name}_epoch_start"), (f"on_{name}_epoch_end", f"on_{name}_end")
-    return EpochHooks(tuple(filter(own.__contains__, before)), tuple(filter(own.__contains__, after)))
+    return EpochHooks(tuple(filter(hooks.__contains__, before)), tuple(filter(hooks.__contains__, after)))
 
 
 def scores_of(
@@ -190,7 +190,7 @@ def scores_of(
     hooks: EpochHooks,
     feed: Feed,
     logged: dict[str, float | str],
-    own: Collection[str],
+    metric_paths: Collection[str],
     device: torch.device,
 ) -> dict[str, float]:
     """Return what a client's module has logged at the end of the epoch."""
@@ -204,7 +204,7 @@ def scores_of(
             noted.hook = hook
             getattr(module, hook)()
         values |= {name: _value(module, value) for name, value in logged.items()}
-        for path in own:
+        for path in metric_paths:
             metrics[path].reset()
     return values | noted.values
 
@@ -285,19 +285,19 @@ class StackedEvaluation:
         self._runner = runner
         self._decided: dict[Kind, int] = {}  # how many take a step together at most; 0: scored one by one
 
-    def answers(self, scorings: Sequence[Scoring[Answer]], size: int, own: bool) -> Iterator[Answer]:
+    def answers(self, scorings: Sequence[Scoring[Answer]], size: int, of_clients: bool) -> Iterator[Answer]:
         """Yield the answers of scoring tasks, in their order."""
-        known = [at_most for (_, _, whose), at_most in self._decided.items() if whose == "own"]
-        if own and known and not any(known):
+        decided = [at_most for (_, _, whose), at_most in self._decided.items() if whose == "own"]
+        if of_clients and decided and not any(decided):
             yield from (score_in_turn(self._runner, scoring) for scoring in scorings)
             return
-        found: list[list[Scores]] = [[] for _ in scorings]
-        requests = ((place, one) for place, scoring in enumerate(scorings) for one in next(scoring))
+        scores_by_task: list[list[Scores]] = [[] for _ in scorings]
+        requests = ((place, request) for place, scoring in enumerate(scorings) for request in next(scoring))
         try:
             while chunk := list(islice(requests, size)):
-                for (place, _), scores in zip(chunk, self.scores([one for _, one in chunk]), strict=True):
-                    found[place].append(scores)
-            for scoring, scores_of_it in zip(scorings, found, strict=True):
+                for (place, _), scores in zip(chunk, self.scores([request for _, request in chunk]), strict=True):
+                    scores_by_task[place].append(scores)
+            for scoring, scores_of_it in zip(scorings, scores_by_task, strict=True):
                 yield finish(scoring, scores_of_it)
         finally:
             for scoring in scorings:
@@ -307,36 +307,36 @@ class StackedEvaluation:
         """Return the scores of each request; requests are carried out together where that is possible."""
         groups: dict[Any, list[int]] = {}
         signatures: dict[int, Signature] = {}
-        often = Counter(id(one.module) for one in requests)
-        for place, one in enumerate(requests):
-            whose = ("own", "shared") if often[id(one.module)] > 1 else ("own",)
-            groups.setdefault(self._group(one, whose, signatures) or place, []).append(place)
-        found: dict[int, Scores] = {}
+        often = Counter(id(request.module) for request in requests)
+        for place, request in enumerate(requests):
+            whose = ("own", "shared") if often[id(request.module)] > 1 else ("own",)
+            groups.setdefault(self._group(request, whose, signatures) or place, []).append(place)
+        scores_by_place: dict[int, Scores] = {}
         for key, places in groups.items():
             members = [requests[place] for place in places]
             if isinstance(key, int) or len(members) == 1:
                 scored = [score_one(self._runner, member) for member in members]
             else:
                 scored = self._together(key[:2], members, [signatures[id(member.module)] for member in members])
-            found.update(zip(places, scored, strict=True))
-        return [found[place] for place in range(len(requests))]
+            scores_by_place.update(zip(places, scored, strict=True))
+        return [scores_by_place[place] for place in range(len(requests))]
 
     def _group(
-        self, one: ScoreRequest, whose: Iterable[str], signatures: dict[int, Signature]
+        self, request: ScoreRequest, whose: Iterable[str], signatures: dict[int, Signature]
     ) -> tuple[Any, ...] | None:
         """Return a key: requests with equal keys can be scored together. `None`: the request must be scored alone."""
-        kind, scored_fast = type(one.module), self._runner.settings.local_loop != "trainer"
+        kind, scored_fast = type(request.module), self._runner.settings.local_loop != "trainer"
         steps = of_module(kind)
-        testing = one.split == "test" and "test_step" in steps
+        testing = request.split == "test" and "test_step" in steps
         refused = all(self._decided.get((kind, testing, which)) == 0 for which in whose)
         if refused or not (testing or "validation_step" in steps):
             return None
-        unfit = fast_refusals.find_loader_refusal(one.loader, self._limit(testing)) is not None
-        if not scored_fast or unfit or not can_iterate_together(one.loader):
+        unfit = fast_refusals.find_loader_refusal(request.loader, self._limit(testing)) is not None
+        if not scored_fast or unfit or not can_iterate_together(request.loader):
             return None
-        signature = signatures.get(id(one.module))
+        signature = signatures.get(id(request.module))
         if signature is None:
-            signature = signatures[id(one.module)] = Signature(self._runner.blueprint.convert(one.module))
+            signature = signatures[id(request.module)] = Signature(self._runner.blueprint.convert(request.module))
         return None if signature.key is None else (kind, testing, signature.key)
 
     def _limit(self, testing: bool) -> Any:
@@ -351,7 +351,7 @@ class StackedEvaluation:
         if key not in self._decided:
             self._decided[key] = self._agrees((members[0], members[second or 1]), key)
         if self._decided[key]:
-            rewind = rewinding(one.loader for one in members)
+            rewind = rewinding(member.loader for member in members)
             try:
                 return self._stacked(members, signatures, kind[1], self._decided[key])
             except BaseException as error:  # what the user's code raises here, it raises again when scored alone
@@ -367,20 +367,24 @@ class StackedEvaluation:
         It is 0 if copies of the members have other scores in a stack than alone, or if a stack does not pay. Nothing is
         changed, so a resumed run can decide once more.
         """
-        for one in members:
-            if REFUSED & of_module(type(one.module)):
+        for member in members:
+            if REFUSED & of_module(type(member.module)):
                 return 0
-            if refusal(one.module, one.loader, self._runner.blueprint.trainer, kind[1]) is not None:
+            if refusal(member.module, member.loader, self._runner.blueprint.trainer, kind[1]) is not None:
                 return 0
-        rewind = rewinding(one.loader for one in members)
+        rewind = rewinding(member.loader for member in members)
         try:
-            signatures = {id(module): Signature(copy.deepcopy(module)) for module in (one.module for one in members)}
-            apart = [signatures[id(one.module)] for one in members]
-            copies = [replace(one, module=signature.module) for one, signature in zip(members, apart, strict=True)]
+            signatures = {
+                id(module): Signature(copy.deepcopy(module)) for module in (member.module for member in members)
+            }
+            apart = [signatures[id(member.module)] for member in members]
+            copies = [
+                replace(member, module=signature.module) for member, signature in zip(members, apart, strict=True)
+            ]
             stacked = self._stacked(copies, apart, kind[1], len(copies))
             with FlopCounterMode(display=False) as counter:
-                alone = [score_one(self._runner, one) for one in copies]
-            batches = sum(fast_refusals.num_batches(one.loader, self._limit(kind[1])) for one in members)
+                alone = [score_one(self._runner, member) for member in copies]
+            batches = sum(fast_refusals.num_batches(member.loader, self._limit(kind[1])) for member in members)
             operations = counter.get_total_flops() // batches
             if not all(map(alike, stacked, alone)):
                 return 0
@@ -400,31 +404,34 @@ class StackedEvaluation:
         """Score the members in one stack; `at_most` so many take a step together."""
         limit, device = self._limit(testing), self._runner.blueprint.device
         mode = self._runner.settings.trainer_arguments.get("inference_mode", True)
-        found: list[Scores] = []
+        scored: list[Scores] = []
         drawn = generator_states(device)
         kept = {signature: Kept(signature.module) for signature in dict.fromkeys(signatures)}
         try:
             models = Models(signatures, device)
             with torch.inference_mode() if mode else torch.no_grad(), without_warnings():
                 sources = [
-                    source_of(one.loader, fast_refusals.num_batches(one.loader, limit), one.seed) for one in members
+                    source_of(member.loader, fast_refusals.num_batches(member.loader, limit), member.seed)
+                    for member in members
                 ]
                 sums, feeds = self._steps(models, sources, testing, at_most)
                 models.check()
                 hooks = hooks_of(type(signatures[0].module), testing)
                 for signature, feed, logged in zip(signatures, feeds, sums.values(), strict=True):
-                    own = bool(feed or hooks.before or hooks.after)
+                    has_more = bool(feed or hooks.before or hooks.after)
                     # without metrics, only numbers are logged
-                    scores = scores_of(signature.module, hooks, feed, logged, sums.metrics, device) if own else logged
+                    scores = (
+                        scores_of(signature.module, hooks, feed, logged, sums.metrics, device) if has_more else logged
+                    )
                     kept[signature].put_back()
-                    found.append(cast(Scores, scores))
+                    scored.append(cast(Scores, scores))
             if not same_states(drawn, generator_states(device)):
                 raise NotStacked("random numbers are drawn")
         finally:
             set_generators(drawn, device)
-            for one in kept.values():
-                one.put_back()
-        return [scores or loss for scores, loss in zip(found, sums.losses(), strict=True)]
+            for member in kept.values():
+                member.put_back()
+        return [scores or loss for scores, loss in zip(scored, sums.losses(), strict=True)]
 
     def _steps(
         self, stack: Models, sources: Sequence[Rows | Iterated], testing: bool, at_most: int
@@ -432,7 +439,7 @@ class StackedEvaluation:
         """Take all steps. Return what was logged, and for each client what its metrics must be updated with."""
         precision, device = self._runner.blueprint.precision, self._runner.blueprint.device
         step = ScoringStep(stack.template, names_of(testing), precision, stack.names, stack.shared)
-        sums, held = Sums(len(sources)), 0
+        sums, num_bytes = Sums(len(sources)), 0
         feeds: list[Feed] = [[] for _ in sources]
         with on_device(stack.template, device), step.attached():
             for index in range(max(source.count for source in sources)):
@@ -445,18 +452,18 @@ class StackedEvaluation:
                     result = step(stack.tensors(rows), batch, len(rows), index)
                     sums.add(rows, result)
                     if any(event.metric is not None for event in result.events):
-                        held += sum(output.numel() * output.element_size() for output in result.outputs)
+                        num_bytes += sum(output.numel() * output.element_size() for output in result.outputs)
                         outputs = [output.unbind(0) for output in result.outputs]
                         for place, row in enumerate(rows):
                             feeds[row].append((result, outputs, place))
-                if held > HELD:
+                if num_bytes > HELD:
                     raise NotStacked("metrics are fed with too much")
         return sums, feeds
 
 
-def alike(found: Scores, expected: Scores) -> bool:
+def alike(scores: Scores, expected: Scores) -> bool:
     """Return True if two sets of scores differ by rounding at most."""
-    if list(found) != list(expected):
+    if list(scores) != list(expected):
         return False
-    pairs = [(found[name], expected[name]) for name in found]
+    pairs = [(scores[name], expected[name]) for name in scores]
     return all(math.isclose(a, b, rel_tol=ALIKE, abs_tol=ALIKE) or (a != a and b != b) for a, b in pairs)

@@ -95,7 +95,10 @@ class Turn:
     def rates(self, group: int, chosen: Sequence[int]) -> list[float]:
         """Return the learning rates of a parameter group for some of these clients."""
         settings = self.settings_of(group, chosen)
-        return [float(one["lr"]) for one in ([settings] * len(chosen) if isinstance(settings, Mapping) else settings)]
+        return [
+            float(group_settings["lr"])
+            for group_settings in ([settings] * len(chosen) if isinstance(settings, Mapping) else settings)
+        ]
 
 
 class StackHooks:
@@ -162,34 +165,34 @@ class Correction:
         rows: Rows,
         numbers: Sequence[int],
         parameters: Mapping[str, Tensor],
-        found: Mapping[str, Tensor],
+        raw: Mapping[str, Tensor],
         rates: Mapping[str, Sequence[float]],
     ) -> dict[str, Tensor]:
         """Return corrected gradients."""
         if self._stacked is not None:
             try:
-                return self._mapped(rows, parameters, found, rates)
+                return self._mapped(rows, parameters, raw, rates)
             except (_PerClientError, RuntimeError, TypeError):
                 self._stacked = None  # cannot be mapped; an error of the correction itself is raised again below
-        return self._one_by_one(numbers, parameters, found, rates)
+        return self._one_by_one(numbers, parameters, raw, rates)
 
     def _mapped(
         self,
         rows: Rows,
         parameters: Mapping[str, Tensor],
-        found: Mapping[str, Tensor],
+        raw: Mapping[str, Tensor],
         rates: Mapping[str, Sequence[float]],
     ) -> dict[str, Tensor]:
         assert self._stacked is not None
-        leaves, skeleton = self._stacked
+        tensors, skeleton = self._stacked
         shared = {name: lr[0] for name, lr in rates.items() if all(value == lr[0] for value in lr)}
-        own = {name: torch.tensor(lr, device=self.device) for name, lr in rates.items() if name not in shared}
+        own_rates = {name: torch.tensor(lr, device=self.device) for name, lr in rates.items() if name not in shared}
 
         def one(
-            values: dict[str, Tensor], grads: dict[str, Tensor], leaves: list[Tensor], own: dict[str, Tensor]
+            values: dict[str, Tensor], grads: dict[str, Tensor], tensors: list[Tensor], own_rates: dict[str, Tensor]
         ) -> Any:
-            anchor, payload, state = join_tree(skeleton, leaves)
-            lrs: dict[str, Any] = {**shared, **own}
+            anchor, payload, state = join_tree(skeleton, tensors)
+            lrs: dict[str, Any] = {**shared, **own_rates}
             corrected = {}
             for name, gradient in grads.items():
                 near = {name: anchor[name]} if name in anchor else {}
@@ -198,24 +201,24 @@ class Correction:
                 corrected[name] = new.to(gradient.dtype)
             return corrected
 
-        values = {name: parameters[name] for name in found}
-        result: dict[str, Tensor] = vmap(one)(values, dict(found), [take(leaf, rows) for leaf in leaves], own)
+        values = {name: parameters[name] for name in raw}
+        result: dict[str, Tensor] = vmap(one)(values, dict(raw), [take(leaf, rows) for leaf in tensors], own_rates)
         return result
 
     def _one_by_one(
         self,
         numbers: Sequence[int],
         parameters: Mapping[str, Tensor],
-        found: Mapping[str, Tensor],
+        raw: Mapping[str, Tensor],
         rates: Mapping[str, Sequence[float]],
     ) -> dict[str, Tensor]:
-        corrected = {name: torch.empty_like(gradient) for name, gradient in found.items()}
+        corrected = {name: torch.empty_like(gradient) for name, gradient in raw.items()}
         for place, number in enumerate(numbers):
             client = self.clients[number]
             payload, state = self._own(client)
             self.callback._client = client
             try:
-                for name, gradient in found.items():
+                for name, gradient in raw.items():
                     near = self.anchors[number]
                     context = GradientContext(
                         anchor={name: near[name]} if name in near else {},
@@ -236,9 +239,9 @@ class Correction:
 def stack_trees(trees: Sequence[Any], device: torch.device) -> tuple[list[Tensor], Any] | None:
     """Return trees of tensors and plain values as one tree of stacked tensors; `None` if they are not alike."""
     parts = [split_tree(tree) for tree in trees]
-    leaves, skeleton = parts[0]
+    first_tensors, skeleton = parts[0]
     for others, form in parts[1:]:
-        if not _alike(form, skeleton) or any(a.shape != b.shape for a, b in zip(others, leaves, strict=True)):
+        if not _alike(form, skeleton) or any(a.shape != b.shape for a, b in zip(others, first_tensors, strict=True)):
             return None
     return [_stack(group, device) for group in zip(*(part[0] for part in parts), strict=True)], skeleton
 
@@ -271,7 +274,7 @@ class StackedFit:
     Args:
         runner: The client side of the federation: its settings and callbacks, some of which work inside a fit.
         phase: The phase.
-        found: What the check has found out about a step.
+        finding: What the check has found out about a step.
         module: Module of one of the clients; its code runs.
         stack: The clients' tensors.
         trainees: The clients, in the order of the rows.
@@ -285,7 +288,7 @@ class StackedFit:
         self,
         runner: ClientRuntime,
         phase: Phase,
-        found: Finding,
+        finding: Finding,
         module: LightningModule,
         stack: Stack,
         trainees: Sequence[Trainee],
@@ -298,9 +301,9 @@ class StackedFit:
         self.gatherer, self.watching = gatherer, watching
         self.clip_value = arguments.get("gradient_clip_val")
         self.clip_algorithm = arguments.get("gradient_clip_algorithm") or "norm"
-        context, draws = runner.blueprint.precision.train_step_context, ClientDraws() if found.draws else None
+        context, draws = runner.blueprint.precision.train_step_context, ClientDraws() if finding.draws else None
         self.step = StackedStep(module, context, takes_index(module.training_step), draws)
-        self.step.watch.looked = found.uses_index
+        self.step.watch.looked = finding.uses_index
         self.logs = StackedLogs(stack.size)
         parameters, _ = named_tensors(module)
         by_id = {id(parameter): name for name, parameter in parameters.items()}
@@ -314,14 +317,14 @@ class StackedFit:
         self.shared_recipe = all(trainee.recipe is trainees[0].recipe for trainee in trainees)
         clients = [trainee.client for trainee in trainees]
         self.device = stack.tensors[stack.parameters[0]].device
-        limited = found.bytes_of_step and self.device.type == "cpu"
-        self._most = max(1, CACHE // found.bytes_of_step) if limited else stack.size
+        limited = finding.bytes_of_step and self.device.type == "cpu"
+        self._most = max(1, CACHE // finding.bytes_of_step) if limited else stack.size
         self.corrections = [
             Correction(callback, clients, self.names, phase.name, self.device)
             for callback in select_active_callbacks(callbacks.correctors(), phase)
         ]
-        brought = [callback for callback in callbacks if isinstance(callback, Stackable) and callback.is_stackable]
-        self.hooks: list[StackHooks] = [callback.stack_hooks(self) for callback in brought]
+        stackable = [callback for callback in callbacks if isinstance(callback, Stackable) and callback.is_stackable]
+        self.hooks: list[StackHooks] = [callback.stack_hooks(self) for callback in stackable]
         self._failed = False
         self._steps = np.zeros(stack.size, dtype=np.int64)
         self._rates: dict[tuple[str, ...], np.ndarray] = {}
@@ -435,38 +438,38 @@ class StackedFit:
             for name, value in zip(self.stack.buffers, tensors[len(self.stack.parameters) :], strict=True):
                 put(self.stack.tensors[name], rows, value)
         raw = gradients(result.losses, [training[name] for name in self.names])
-        found = {name: gradient for name, gradient in zip(self.names, raw, strict=True) if gradient is not None}
+        grads = {name: gradient for name, gradient in zip(self.names, raw, strict=True) if gradient is not None}
         del result, raw
         settings = self._settings(numbers)
-        moment = Turn(numbers, batch, place, settings, training, found)
+        moment = Turn(numbers, batch, place, settings, training, grads)
         for hooks in self.hooks:
             hooks.before_step(moment)
         if self.corrections:
-            found = self._corrected(rows, numbers, training, found, settings)
+            grads = self._corrected(rows, numbers, training, grads, settings)
         if self.clip_value:
-            clip(found.values(), self.clip_value, self.clip_algorithm)
+            clip(grads.values(), self.clip_value, self.clip_algorithm)
         with torch.no_grad():
-            for name, gradient in found.items():
+            for name, gradient in grads.items():
                 self.optimizer.step(name, rows, gradient, settings[self.group_of[name]])
             for hooks in self.hooks:
                 hooks.after_step(moment)
-        if found:
-            self._count(rows, found, settings)
+        if grads:
+            self._count(rows, grads, settings)
 
     def _corrected(
         self,
         rows: Rows,
         numbers: Sequence[int],
         training: Mapping[str, Tensor],
-        found: dict[str, Tensor],
+        grads: dict[str, Tensor],
         settings: Sequence[Settings],
     ) -> dict[str, Tensor]:
         """Return the gradients after the corrections of all callbacks."""
-        rates = {name: self._rates_of(settings[self.group_of[name]], numbers) for name in found}
-        values = {name: training[name].detach() for name in found}
+        rates = {name: self._rates_of(settings[self.group_of[name]], numbers) for name in grads}
+        values = {name: training[name].detach() for name in grads}
         for correction in self.corrections:
-            found = correction(rows, numbers, values, found, rates)
-        return found
+            grads = correction(rows, numbers, values, grads, rates)
+        return grads
 
     def _tensors(self, rows: Rows) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the step's tensors, and those that train: views of the stack where the rows are a slice."""
@@ -492,11 +495,11 @@ class StackedFit:
             return [float(settings["lr"])] * len(numbers)
         return [float(group["lr"]) for group in settings]
 
-    def _count(self, rows: Rows, found: Mapping[str, Tensor], settings: Sequence[Settings]) -> None:
+    def _count(self, rows: Rows, grads: Mapping[str, Tensor], settings: Sequence[Settings]) -> None:
         """Count a step and add up its learning rates."""
         self._steps[rows] += 1
         for index, of_group in enumerate(settings):
-            names = tuple(name for name in found if self.group_of[name] == index)
+            names = tuple(name for name in grads if self.group_of[name] == index)
             if names:
                 if names not in self._rates:
                     self._rates[names] = np.zeros(self.stack.size)

@@ -148,5 +148,5 @@ class StackedLogs:
                 if rule.on_epoch and current.any():
                     for key in dict.fromkeys((name, rule.epoch_name)):
                         column(key, rule.reduction).add(places[current], values[current], weight)
-        found = [(key, own.seen.tolist(), own.values()) for key, own in columns.items()]
-        return [{key: values[row] for key, seen, values in found if seen[row]} for row in range(self._size)]
+        cells = [(key, column_of_key.seen.tolist(), column_of_key.values()) for key, column_of_key in columns.items()]
+        return [{key: values[row] for key, seen, values in cells if seen[row]} for row in range(self._size)]

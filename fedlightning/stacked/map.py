@@ -29,13 +29,13 @@ complete = all(hasattr(_PARTS, name) for name in _NAMES)
 def over_clients(function: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Apply a function to every client at once."""
     if not complete:
-        return list(vmap(lambda *own: tuple(function(list(own))), randomness="error")(*tensors))
+        return list(vmap(lambda *arguments: tuple(function(list(arguments))), randomness="error")(*tensors))
     _load()
     size = len(tensors[0])
     level = _PARTS._vmap_increment_nesting(size, "error")
     try:
-        found = function([_PARTS._add_batch_dim(tensor, 0, level) for tensor in tensors])
-        return [_PARTS._remove_batch_dim(tensor, level, size, 0) for tensor in found]
+        mapped = function([_PARTS._add_batch_dim(tensor, 0, level) for tensor in tensors])
+        return [_PARTS._remove_batch_dim(tensor, level, size, 0) for tensor in mapped]
     finally:
         _PARTS._vmap_decrement_nesting()
 

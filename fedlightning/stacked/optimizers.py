@@ -88,10 +88,10 @@ class StackedOptimizer(ABC):
 
     def buffer(self, name: str, key: str, rows: Rows) -> Tensor:
         """Return rows of a part of the state, which starts at zero."""
-        own = self.state.setdefault(name, {})
-        if key not in own:
-            own[key] = torch.zeros_like(self.parameters[name])
-        return take(own[key], rows)
+        buffers = self.state.setdefault(name, {})
+        if key not in buffers:
+            buffers[key] = torch.zeros_like(self.parameters[name])
+        return take(buffers[key], rows)
 
 
 def first_of(groups: Settings) -> Mapping[str, Any]:
@@ -132,9 +132,9 @@ class StackedSGD(StackedOptimizer):
         Parameters that moved in the same steps share it.
         """
         moves = self._moves[name]
-        for known, extra in self._extra:
-            if known == moves:
-                self._moves[name] = known  # the next comparison is one of identity
+        for earlier, extra in self._extra:
+            if earlier == moves:
+                self._moves[name] = earlier  # the next comparison is one of identity
                 return extra
         extra, velocity, moving = (np.zeros(len(self.parameters[name]), dtype=t) for t in (float, float, bool))
         for rows, groups in moves:
@@ -143,9 +143,9 @@ class StackedSGD(StackedOptimizer):
                 np.array([float(group[key]) for group in each]) for key in ("lr", "momentum", "dampening")
             )
             later = momentum_step(velocity[rows], 1.0, momentum, dampening, nesterov=False)[1]
-            own = np.where(moving[rows], later, 1.0)
-            velocity[rows], moving[rows] = own, True
-            extra[rows] += lr * (momentum * own if each[0]["nesterov"] else own - 1.0)
+            step_length = np.where(moving[rows], later, 1.0)
+            velocity[rows], moving[rows] = step_length, True
+            extra[rows] += lr * (momentum * step_length if each[0]["nesterov"] else step_length - 1.0)
         self._extra.append((moves, extra))
         return extra
 

@@ -64,8 +64,8 @@ def evaluating(module: LightningModule, log: Callable[..., None]) -> Iterator[No
             yield
     finally:
         vars(module).pop("log", None)
-        for own, mode in modes:  # not by __setattr__, which is slow in a torchmetrics object
-            own["training"] = mode
+        for attributes, mode in modes:  # not by __setattr__, which is slow in a torchmetrics object
+            attributes["training"] = mode
 
 
 def plain_log(hook: str, name: str, *args: Any, **kwargs: Any) -> LogCall:
@@ -102,7 +102,7 @@ class MetricUpdate:
     Attributes:
         metric: Path of the metric.
         forward: Whether the metric itself was called.
-        skeleton: The arguments, with a placeholder in the place of each tensor.
+        skeleton: The arguments, with a placeholder in place of each tensor.
         positional: Whether the arguments are positional tensors and nothing else.
         first: Index of the first tensor among the step's outputs.
         end: Index after the last one.
@@ -207,25 +207,25 @@ class ScoringStep:
 
     def __call__(self, tensors: Sequence[Tensor], batch: Any, clients: int, index: int) -> Step:
         """Run the step."""
-        leaves, self._skeleton = split_tree(batch)
-        self._index, own = index, tuple(tensors)
+        batch_tensors, self._skeleton = split_tree(batch)
+        self._index, entries = index, tuple(tensors)
         with self._context():
-            outputs = self._map(own, leaves) if clients > 1 else self._alone(own, leaves)
+            outputs = self._map(entries, batch_tensors) if clients > 1 else self._alone(entries, batch_tensors)
         self._step.outputs = [output.detach() for output in outputs]
         return self._step
 
-    def _alone(self, tensors: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
+    def _alone(self, tensors: tuple[Tensor, ...], batch_tensors: list[Tensor]) -> list[Tensor]:
         """Run the step of one client, which needs no map."""
-        own = tensors if self._shared else tuple(tensor.squeeze(0) for tensor in tensors)
-        return [value.unsqueeze(0) for value in self._one(own, [leaf.squeeze(0) for leaf in leaves])]
+        entries = tensors if self._shared else tuple(tensor.squeeze(0) for tensor in tensors)
+        return [value.unsqueeze(0) for value in self._one(entries, [leaf.squeeze(0) for leaf in batch_tensors])]
 
-    def _one(self, tensors: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    def _one(self, tensors: tuple[Tensor, ...], batch_tensors: list[Tensor]) -> tuple[Tensor, ...]:
         self._step, self._outputs = Step(), []
-        batch = join_tree(self._skeleton, leaves)
+        batch = join_tree(self._skeleton, batch_tensors)
         self._step.size = extract_batch_size(batch)
         with self._slots.filled(tensors):
             output = getattr(self._module, self._hook)(batch, *((self._index,) if self._indexed else ()))
-            if any(self._slots.now(place) is not own for place, own in enumerate(tensors)):
+            if any(self._slots.now(place) is not entry for place, entry in enumerate(tensors)):
                 raise NotStacked("a buffer is replaced")
         loss = loss_of(output)
         if loss is not None:
@@ -281,10 +281,10 @@ class Sums:
 
     def _check(self, event: Logged) -> None:
         name = event.rule.name
-        known = self._rules.setdefault(name, event.rule) == event.rule
+        same = self._rules.setdefault(name, event.rule) == event.rule
         if event.metric is not None:
-            known = known and self._metrics.setdefault(name, event.metric) == event.metric
-        if not known or (name in self._metrics) != (event.metric is not None):
+            same = same and self._metrics.setdefault(name, event.metric) == event.metric
+        if not same or (name in self._metrics) != (event.metric is not None):
             raise NotStacked(f"self.log({name!r}) is called in different ways")
 
     def _add(self, rows: np.ndarray, event: Logged, step: Step) -> None:
@@ -311,8 +311,8 @@ class Sums:
         columns: list[tuple[str, list[bool], list[float] | str]] = []
         for name, rule in self._rules.items():
             if rule.logger:
-                own = self._columns[name]
-                columns.append((rule.epoch_name, own.seen.tolist(), self._metrics.get(name) or own.values()))
+                column = self._columns[name]
+                columns.append((rule.epoch_name, column.seen.tolist(), self._metrics.get(name) or column.values()))
         return [
             {name: values if isinstance(values, str) else values[row] for name, seen, values in columns if seen[row]}
             for row in range(self._clients)
@@ -347,7 +347,7 @@ def set_generators(states: States, device: torch.device = CPU) -> None:
 
 def same_states(a: States, b: States) -> bool:
     """Return True if nothing was drawn between two states."""
-    same = a[0] == b[0] and all(np.array_equal(one, other) for one, other in zip(a[1], b[1], strict=True))
+    same = a[0] == b[0] and all(np.array_equal(first, other) for first, other in zip(a[1], b[1], strict=True))
     return same and torch.equal(a[2], b[2]) and (a[3] is None or b[3] is None or torch.equal(a[3], b[3]))
 
 
@@ -461,11 +461,11 @@ def source_of(loader: Any, count: int, seed: Sequence[object]) -> Rows | Iterate
         and loader.batch_size is not None  # else a batch sampler gives the order
         and len(loader.sampler) == len(loader.dataset)
     )
-    if in_order and (found := rows_of(loader.dataset)) is not None:
-        source, held = found
+    if in_order and (rows := rows_of(loader.dataset)) is not None:
+        source, positions = rows
         transformed = isinstance(source, ArrayDataset) and source.transform is not None
         if not transformed and all(map(is_plain, tensors_of(source))) and not loader.drop_last:
-            indices = torch.arange(len(source)) if held is None else held
+            indices = torch.arange(len(source)) if positions is None else positions
             return Rows(source, indices, loader.batch_size, count)
     return Iterated(loader, count, seed)
 
@@ -474,12 +474,15 @@ def stacked_batch(sources: Sequence[Rows | Iterated], index: int, device: torch.
     """Return the batches `index` of all sources as one, `(len(sources), batch, ...)`. They have the same shape."""
     first = sources[0]
     if isinstance(first, Rows):
-        held = [source for source in sources if isinstance(source, Rows)]
-        rows = [source.rows(index) for source in held]
-        if any(source.source is not first.source for source in held):
+        row_sources = [source for source in sources if isinstance(source, Rows)]
+        rows = [source.rows(index) for source in row_sources]
+        if any(source.source is not first.source for source in row_sources):
             return [
                 torch.stack(
-                    [source.parts[place].index_select(0, own) for source, own in zip(held, rows, strict=True)]
+                    [
+                        source.parts[place].index_select(0, indices)
+                        for source, indices in zip(row_sources, rows, strict=True)
+                    ]
                 ).to(device)
                 for place in range(len(first.parts))
             ]

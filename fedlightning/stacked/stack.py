@@ -189,7 +189,7 @@ class _Slot:
 
 
 def split_tree(tree: Any) -> tuple[list[Tensor], Any]:
-    """Return the tensors of a batch, and the batch with a placeholder in the place of each."""
+    """Return the tensors of a batch, and the batch with a placeholder in place of each."""
     tensors: list[Tensor] = []
 
     def slot_of(tensor: Tensor) -> _Slot:
@@ -230,5 +230,5 @@ def skeleton_key(skeleton: Any) -> Hashable:
     if isinstance(skeleton, list | tuple):
         return kind, tuple(skeleton_key(value) for value in skeleton)
     if is_dataclass(skeleton):
-        return kind, tuple(skeleton_key(getattr(skeleton, one.name)) for one in fields(skeleton))
+        return kind, tuple(skeleton_key(getattr(skeleton, entry.name)) for entry in fields(skeleton))
     raise NotATreeError(kind)

@@ -210,8 +210,8 @@ def embedding(
     """
     if padding_idx is None or max_norm is not None or scale_grad_by_freq or sparse:
         return None
-    found = F.embedding(input, weight)
-    return found.where((input != padding_idx % weight.shape[0]).unsqueeze(-1), found.detach())
+    embedded = F.embedding(input, weight)
+    return embedded.where((input != padding_idx % weight.shape[0]).unsqueeze(-1), embedded.detach())
 
 
 RULES: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
@@ -318,32 +318,32 @@ class Slots:
         places: dict[int, list[tuple[dict[str, Any], str]]] = {}
         named: dict[str, Tensor] = {}
         for prefix, part in module.named_modules(remove_duplicate=False):
-            for held in (part._parameters, part._buffers):
-                for name, tensor in held.items():
+            for tensors in (part._parameters, part._buffers):
+                for name, tensor in tensors.items():
                     if tensor is not None:
-                        places.setdefault(id(tensor), []).append((held, name))
+                        places.setdefault(id(tensor), []).append((tensors, name))
                         named[f"{prefix}.{name}" if prefix else name] = tensor
         self._places = [places[id(named[name])] for name in names]
 
     @contextmanager
     def filled(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Within the block, the module's tensors are these."""
-        before = [[held[name] for held, name in places] for places in self._places]
+        before = [[slots[name] for slots, name in places] for places in self._places]
         for places, tensor in zip(self._places, tensors, strict=True):
-            for held, name in places:
-                held[name] = tensor
+            for slots, name in places:
+                slots[name] = tensor
         try:
             yield
         finally:
             for places, values in zip(self._places, before, strict=True):
-                for (held, name), value in zip(places, values, strict=True):
-                    held[name] = value
+                for (slots, name), value in zip(places, values, strict=True):
+                    slots[name] = value
 
     def now(self, index: int) -> Tensor:
         """Return the tensor that is in the place `index` at this moment."""
-        held, name = self._places[index][0]
-        found: Tensor = held[name]
-        return found
+        slots, name = self._places[index][0]
+        tensor: Tensor = slots[name]
+        return tensor
 
 
 @dataclass
@@ -392,11 +392,11 @@ class StackedStep:
 
     def _one(self, tensors: list[Tensor]) -> list[Tensor]:
         """Take one client's step: from its tensors and batch to loss, logged values, and buffers after the step."""
-        own, leaves = tensors[: len(self.names)], tensors[len(self.names) :]
+        entries, batch_tensors = tensors[: len(self.names)], tensors[len(self.names) :]
         if self._draws is not None:
-            self._draws.row = leaves.pop()
-        batch = leaves if self._skeleton is None else join_tree(self._skeleton, leaves)
-        with self._slots.filled(own), self._log.recording() as logged:
+            self._draws.row = batch_tensors.pop()
+        batch = batch_tensors if self._skeleton is None else join_tree(self._skeleton, batch_tensors)
+        with self._slots.filled(entries), self._log.recording() as logged:
             output = self._module.training_step(batch, *((self._index,) if self._takes_index else ()))
             moved = [self._slots.now(place) for place in range(self._first_buffer, len(self.names))]
         loss = output.get("loss") if isinstance(output, dict) else output
@@ -425,23 +425,23 @@ class StackedStep:
     ) -> StepResult:
         """Return losses of a batch, with their graph. Buffers move in place."""
         plain = type(batch) is list and all(type(leaf) is Tensor for leaf in batch)
-        leaves, self._skeleton = (batch, None) if plain else split_tree(batch)
+        batch_tensors, self._skeleton = (batch, None) if plain else split_tree(batch)
         self._index = NotedIndex(place.batch)
         self._index.watch, self._clock.place = self.watch, place
-        given = [*tensors, *leaves]
+        arguments = [*tensors, *batch_tensors]
         with self._context(), nullcontext() if self._draws is None else self._draws:
             if self._draws is not None:
                 self._draws.generators = generators
-                given.append(torch.arange(len(tensors[0]), device=tensors[0].device))
+                arguments.append(torch.arange(len(tensors[0]), device=tensors[0].device))
             if len(tensors[0]) == 1:  # no map, at half the cost: a ragged last batch often has no like
-                found = [value.unsqueeze(0) for value in self._one([value.squeeze(0) for value in given])]
+                values = [value.unsqueeze(0) for value in self._one([value.squeeze(0) for value in arguments])]
             else:
-                found = over_clients(self._together, given)
-        losses, logged = found[0], found[1 : 1 + len(self._logged)]
+                values = over_clients(self._together, arguments)
+        losses, logged = values[0], values[1 : 1 + len(self._logged)]
         with torch.no_grad():
-            for own, new in zip(tensors[self._first_buffer :], found[1 + len(logged) :], strict=True):
-                if new.data_ptr() != own.data_ptr():
-                    own.copy_(new)
+            for buffer, new in zip(tensors[self._first_buffer :], values[1 + len(logged) :], strict=True):
+                if new.data_ptr() != buffer.data_ptr():
+                    buffer.copy_(new)
         return StepResult(losses, {name: value.detach() for name, value in zip(self._logged, logged, strict=True)})
 
 
@@ -454,9 +454,9 @@ def gradients(losses: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | Non
 
 
 @torch.no_grad()
-def clip(found: Iterable[Tensor | None], value: float, algorithm: str) -> None:
+def clip(grads: Iterable[Tensor | None], value: float, algorithm: str) -> None:
     """Clip every client's gradient in place, as Lightning does for one."""
-    there = [gradient for gradient in found if gradient is not None]
+    there = [gradient for gradient in grads if gradient is not None]
     if algorithm == "value":
         for gradient in there:
             gradient.clamp_(-value, value)

@@ -83,12 +83,12 @@ class Finding:
 
 def examine(runner: ClientRuntime) -> Finding:
     """Check settings, callbacks, data and module, and try a step on a stack of two clients."""
-    found = analyse(runner)
-    if found.reason is not None:
+    finding = analyse(runner)
+    if finding.reason is not None:
         raise ConfigurationError(
-            f"engine='vectorized' cannot train this federation: {found.reason}. Use engine='sequential' or 'processes'."
+            f"engine='vectorized' cannot train this federation: {finding.reason}. Use engine='sequential' or 'processes'."
         )
-    return found
+    return finding
 
 
 def analyse(runner: ClientRuntime) -> Finding:
@@ -96,8 +96,8 @@ def analyse(runner: ClientRuntime) -> Finding:
     tools = runner.blueprint.tools
     if "stack" not in tools:
         tools["stack"] = _analysed(runner)
-    found: Finding = tools["stack"]
-    return found
+    finding: Finding = tools["stack"]
+    return finding
 
 
 def _analysed(runner: ClientRuntime) -> Finding:
@@ -107,15 +107,15 @@ def _analysed(runner: ClientRuntime) -> Finding:
     reason = _of_settings(runner) or _of_callbacks(runner) or _of_data(runner) or _of_module(module)
     if reason is not None:
         return Finding(reason)
-    found = _try_step(runner, module, None)
-    if found.reason is not None and "random" in found.reason:
+    finding = _try_step(runner, module, None)
+    if finding.reason is not None and "random" in finding.reason:
         if isinstance(module, DualByHeadMixin) and module.dual_is_twin:
             return Finding(f"{user_class(module).__name__} has dropout, which its twin extractor is to repeat")
-        found = _try_step(runner, module, ClientDraws())
-    found.bytes_of_client = COPIES * sum(
+        finding = _try_step(runner, module, ClientDraws())
+    finding.bytes_of_client = COPIES * sum(
         value.numel() * value.element_size() for value in module_state(module).values()
     )
-    return found
+    return finding
 
 
 def _of_settings(runner: ClientRuntime) -> str | None:
@@ -193,14 +193,14 @@ def _try_step(runner: ClientRuntime, module: LightningModule, draws: ClientDraws
     """Try the step on two clients that have the same batch."""
     name = user_class(module).__name__
     batch = take_first_batch(runner)
-    found = Finding(draws=draws is not None)
+    finding = Finding(draws=draws is not None)
     if batch is None:
-        return found
+        return finding
     try:
         skeleton_key(split_tree(batch)[1])
     except NotATreeError as error:
-        found.reason = str(error)
-        return found
+        finding.reason = str(error)
+        return finding
     home = module.device
     module.to(runner.blueprint.device)
     before_step = Kept(module)
@@ -230,9 +230,11 @@ def _try_step(runner: ClientRuntime, module: LightningModule, draws: ClientDraws
             together = [result.losses, *gradients(result.losses, [tensors[place] for place in trained])]
 
             def alone(index: int) -> list[Tensor | None]:
-                own = [stack_of[:1].clone().requires_grad_(place in trained) for place, stack_of in enumerate(before)]
-                one = step(own, _first(batch), Place(batch=index), [torch.Generator()])
-                return [one.losses, *gradients(one.losses, [own[place] for place in trained])]
+                entries = [
+                    stack_of[:1].clone().requires_grad_(place in trained) for place, stack_of in enumerate(before)
+                ]
+                step_alone = step(entries, _first(batch), Place(batch=index), [torch.Generator()])
+                return [step_alone.losses, *gradients(step_alone.losses, [entries[place] for place in trained])]
 
             looked = step.watch.looked
             if not _alike(together, alone(0), near):
@@ -242,20 +244,22 @@ def _try_step(runner: ClientRuntime, module: LightningModule, draws: ClientDraws
                     if moved
                     else "an operation in it gives other numbers under torch.func.vmap"
                 )
-                found.reason = f"{name}.training_step does not do the same for a client alone and in a stack ({cause})"
+                finding.reason = (
+                    f"{name}.training_step does not do the same for a client alone and in a stack ({cause})"
+                )
             elif not looked and not _alike(together, alone(7), near):
-                found.uses_index = True
-        found.bytes_of_step = size // 2
+                finding.uses_index = True
+        finding.bytes_of_step = size // 2
     except NoLossError:
         pass  # only this batch is skipped
     except Exception as error:
-        found.reason = f"{name}.training_step does not run under torch.func.vmap ({_clause(error)}){_hint(module)}"
+        finding.reason = f"{name}.training_step does not run under torch.func.vmap ({_clause(error)}){_hint(module)}"
     finally:
         changed = before_step.put_back()
         module.to(home)
-    if found.reason is None and changed:
-        found.reason = f"{name}.training_step changes {changed[0]}, which a stack does not keep for each client"
-    return found
+    if finding.reason is None and changed:
+        finding.reason = f"{name}.training_step changes {changed[0]}, which a stack does not keep for each client"
+    return finding
 
 
 def _first(batch: Any) -> Any:
@@ -265,16 +269,16 @@ def _first(batch: Any) -> Any:
 
 def _outside_tensors(module: LightningModule) -> dict[str, Any]:
     """Return what a step may change without a stack keeping it for each client: attributes, global generators."""
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "self." + ".".join(filter(None, (path, key))): value
         for path, child in module.named_modules()
         for key, value in vars(child).items()
         if type(value) in (bool, int, float, str) and key != "_current_fx_name"
     }
     numpy_state = np.random.get_state()
-    found["the state of Python's random"] = random.getstate()
-    found["the state of numpy.random"] = (numpy_state[2], numpy_state[1].tobytes())  # type: ignore[index]
-    return found
+    attributes["the state of Python's random"] = random.getstate()
+    attributes["the state of numpy.random"] = (numpy_state[2], numpy_state[1].tobytes())  # type: ignore[index]
+    return attributes
 
 
 def _alike(together: list[Tensor | None], alone: list[Tensor | None], near: float) -> bool:
@@ -282,13 +286,16 @@ def _alike(together: list[Tensor | None], alone: list[Tensor | None], near: floa
 
     The losses come first, then gradients. A gradient is small or large in relation to the largest of them.
     """
-    scales = [0.0 if one is None or not one.numel() else float(one.detach().abs().nan_to_num().max()) for one in alone]
+    scales = [
+        0.0 if single is None or not single.numel() else float(single.detach().abs().nan_to_num().max())
+        for single in alone
+    ]
     scales[1:] = [max(scales[1:], default=0.0)] * (len(scales) - 1)
-    for both, one, scale in zip(together, alone, scales, strict=True):
-        if both is None or one is None:
-            if both is not one:
+    for both, single, scale in zip(together, alone, scales, strict=True):
+        if both is None or single is None:
+            if both is not single:
                 return False
-        elif not torch.allclose(both, one.expand_as(both), rtol=0.0, atol=near * scale + 1e-6, equal_nan=True):
+        elif not torch.allclose(both, single.expand_as(both), rtol=0.0, atol=near * scale + 1e-6, equal_nan=True):
             return False
     return True
 

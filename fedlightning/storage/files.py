@@ -51,7 +51,7 @@ def _plain(value: Any) -> str:
 
 
 def _with_text_keys(value: Any) -> Any:
-    """Replace what JSON cannot take or sort: keys that are no texts, and sets, whose order differs between processes."""
+    """Replace what JSON cannot take or sort: keys that are not texts, and sets, whose order differs between processes."""
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else _key(key): _with_text_keys(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -175,7 +175,7 @@ class _Watched:
 
 @contextmanager
 def replacing(path: Path, secret: bool = False) -> Iterator[Path]:
-    """Give a temporary file to write, and put it in the place of `path`; if that fails nothing is left of it.
+    """Give a temporary file to write, and put it in place of `path`; if that fails nothing is left of it.
 
     A `secret` one is this user's only, before anything is written into it. Whatever writes a secret goes through here.
     """
@@ -304,7 +304,7 @@ def check_seal(path: Path) -> None:
             plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
             broken = archive.testzip() if plain else None  # what is packed is refused elsewhere
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, EOFError) as error:
-        raise UnreadableError(f"it is no whole archive ({error!s:.100})") from None
+        raise UnreadableError(f"it is not a whole archive ({error!s:.100})") from None
     if broken is not None:
         raise UnreadableError(f"its entry {broken!r:.60} is damaged")
 
@@ -341,7 +341,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"it is no JSON ({_in_short(error)})") from None
+        raise UnreadableError(f"it is not JSON ({_in_short(error)})") from None
 
 
 def _in_short(error: Exception) -> str:

@@ -59,7 +59,7 @@ def calibration(events: np.ndarray, probabilities: np.ndarray) -> Calibration:
         probabilities: Predicted probability of it, shape `(n,)`.
 
     Raises:
-        ValueError: If there is no sample, or a value is no probability.
+        ValueError: If there is no sample, or a value is not a probability.
 
     Example:
         >>> events, probabilities = np.array([0, 1] * 20), np.array([0.4, 0.6] * 10 + [0.6, 0.4] * 10)

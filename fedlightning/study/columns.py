@@ -11,7 +11,7 @@ PERSONAL, GLOBAL, UNSEEN = "personal", "global", "unseen"
 STAGES = ("G", "L1", "L2")
 """Column `stage`: the server's model, a client's model as received, and the same after local training."""
 FEWEST_SITES = 3
-"""Fewest sites of leave-one-site-out: without one of two, one alone is left, which is no federation."""
+"""Fewest sites of leave-one-site-out: without one of two, one alone is left, which is not a federation."""
 
 
 def interval_text(mean: float, interval: Sequence[float] | None) -> str:

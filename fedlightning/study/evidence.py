@@ -152,7 +152,7 @@ def _constant(study: StudyData) -> str:
 
 
 def word_of_best(study: StudyData) -> str:
-    """Return what stands in the place of the best method's difference to the best: a dash where none has learnt anything."""
+    """Return what stands in place of the best method's difference to the best: a dash where none has learnt anything."""
     return "best" if no_better_than_constant(study) is None else "–"
 
 

@@ -30,7 +30,7 @@ def external(study: StudyData) -> Table:
       `best_global`: that of the server's latest and selected model there.
     - `member`: the score of the site's deployed model where all sites trained, over the same seeds; `gap`: `unseen` minus
       `member`, on the same test data.
-    - `..._range`: lowest and highest over seeds. There are no intervals over sites: a few sites are no sample of sites.
+    - `..._range`: lowest and highest over seeds. There are no intervals over sites: a few sites are not a sample of sites.
     - `samples`: the site's test samples; `n_seeds` with both scores; `refused`: why there is none.
     """
     lines = []

@@ -45,7 +45,7 @@ def predict_samples(
         try:
             p, y = class_probabilities(_module(trainer, client, checkpoint), loader)
             if not (np.isfinite(p).all() and (p >= 0).all() and (np.abs(p.sum(1) - 1) < CLOSE).all()):
-                raise ValueError("predict_step gives numbers that are no probabilities: they do not add up to 1")
+                raise ValueError("predict_step gives numbers that are not probabilities: they do not add up to 1")
             if not ((y >= 0) & (y < p.shape[1])).all():
                 raise ValueError(f"labels go from {y.min()} to {y.max()}, and there are {p.shape[1]} probabilities")
         except (ValueError, RuntimeError, TypeError) as error:  # of the user's predict_step, on batches with targets

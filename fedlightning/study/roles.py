@@ -20,7 +20,7 @@ def role(run: Run) -> str | None:
     """Return the baseline role of a run, or `None`.
 
     The roles are `"siloed"`, `"fedavg"`, `"finetuned"` (FedAvg, then local adaptation) and `"central"`. A run has a role
-    if it uses that algorithm alone: FedAvg with a proximal term is no FedAvg baseline. Checkpoints and diagnostics of
+    if it uses that algorithm alone: FedAvg with a proximal term is not a FedAvg baseline. Checkpoints and diagnostics of
     this package do not count as algorithms; every callback from elsewhere does.
 
     Example:
@@ -40,7 +40,7 @@ def role(run: Run) -> str | None:
 
 
 def _onlookers() -> set[str]:
-    """Return the names of our callbacks that are no algorithm: checkpoints and diagnostics."""
+    """Return the names of our callbacks that are not an algorithm: checkpoints and diagnostics."""
     from fedlightning import callbacks
     from fedlightning.catalogue import ALGORITHMS
 

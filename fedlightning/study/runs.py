@@ -131,7 +131,7 @@ def load_run(path: str | Path, name: str | None = None, error: str | None = None
     summary = _named_values(summary_file, read_json) if summary_file.exists() else {}
     fault = _fault_of_summary(summary)
     if fault is not None:
-        raise UnreadableError(f"{summary_file} is no summary of a run: {fault}.")
+        raise UnreadableError(f"{summary_file} is not a summary of a run: {fault}.")
     config = _named_values(config_file, _read_yaml) if config_file.exists() else {}
     return Run(
         name=name or folder.resolve().parent.name,
@@ -192,7 +192,7 @@ def read_study_file(path: Path) -> dict[str, Any]:
     study = _named_values(path, read_json)
     fault = _fault_of_study(study)
     if fault is not None:
-        raise UnreadableError(f"{path} is no list of runs that `compare` wrote: {fault}.")
+        raise UnreadableError(f"{path} is not a list of runs that `compare` wrote: {fault}.")
     return study
 
 
@@ -212,7 +212,7 @@ def _read_yaml(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_bytes())
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UnreadableError(f"it is no YAML ({' '.join(str(error).split())[:200]})") from None
+        raise UnreadableError(f"it is not a YAML ({' '.join(str(error).split())[:200]})") from None
 
 
 _ROW = {"model": str, "stage": str, "checkpoint": str, "data": str, "split": str, "metric": str, "per_client": dict}
@@ -222,7 +222,7 @@ _STATISTICS = ("mean", "weighted_mean", "std", "variance", "median", "worst", "t
 def _fault_of_summary(summary: Mapping[str, Any]) -> str | None:
     results = summary.get("results", [])
     if not isinstance(results, list) or not all(isinstance(row, dict) for row in results):
-        return "its results are no rows"
+        return "its results are not rows"
     for row in results:
         wrong = next((name for name, kind in _ROW.items() if not isinstance(row.get(name), kind)), None)
         if wrong is not None:
@@ -252,7 +252,7 @@ def _fault_of_study(study: Mapping[str, Any]) -> str | None:
                 and len(pair_of_method) == 2
                 and all(isinstance(v, str) for v in pair_of_method)
             ):
-                return f"a method's {name} is no pair of {pair}"
+                return f"a method's {name} is not a pair of {pair}"
     outside = [
         run["folder"] for run in study["runs"] if not all(is_file_name(part) for part in run["folder"].split("/"))
     ]

@@ -135,7 +135,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError:
-        raise UnreadableError("it is no text") from None
+        raise UnreadableError("it is not text") from None
     if not text.endswith("\n"):  # these files are replaced at once, so a last row without an end was cut
         raise UnreadableError("its end is missing")
     wanted = [field.name for field in fields(Entry if path.name == LEDGER else Membership)]

@@ -3,8 +3,8 @@
 What a parametrization keeps beside its weight: the two unit vectors by which a spectral norm knows its matrix.
 
 They are worked out from the matrix, a little in every training step, and an evaluation takes them as they are. So they are
-no running statistics: the mean of several clients' vectors is no unit vector, and vectors that did not come with their matrix
-belong to another one. Both kinds are worked out anew; vectors that came as one client left them stay.
+no running statistics: the mean of several clients' vectors is not a unit vector, and vectors that did not come with their
+matrix belong to another one. Both kinds are worked out anew; vectors that came as one client left them stay.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def keeps_vectors(names: Collection[str]) -> bool:
 
 @torch.no_grad()
 def settle(module: nn.Module, came: Collection[str]) -> None:
-    """Work out a module's vectors anew where they have to be: they are no unit vectors, or their matrix came without them.
+    """Work out a module's vectors anew where they have to be: they are not unit vectors, or their matrix came without them.
 
     Example:
         >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2))
@@ -149,7 +149,7 @@ def tied_names(module: nn.Module) -> dict[str, frozenset[str]]:
 def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy the tensors of `state` into the entries of `module` with the same names; other entries stay.
 
-    A spectral norm's vectors that are no unit vectors, as a mean is none, are worked out anew.
+    A spectral norm's vectors that are not unit vectors, as a mean is none, are worked out anew.
 
     Args:
         module: The module to write to.

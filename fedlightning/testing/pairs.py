@@ -108,7 +108,7 @@ def _run(
             text = str(error)
             named = any(word in text for callback in pair for word in (callback.key, type(callback).__name__))
             assert isinstance(error, ValueError) and named, (
-                f"{names} end in an error that is no sentence about them: {type(error).__name__}: {text}"
+                f"{names} end in an error that is not a sentence about them: {type(error).__name__}: {text}"
             )
             return None, text
         server = server_of(trainer)

@@ -195,7 +195,7 @@ def _rows_in(path: Path) -> list[list[float]]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             return [[number_in(cell) for cell in line] for line in csv.reader(file) if any(map(str.strip, line))]
     except (ValueError, csv.Error) as error:
-        raise ValueError(f"weights='{path}' is no table of numbers: {error}.") from error
+        raise ValueError(f"weights='{path}' is not a table of numbers: {error}.") from error
 
 
 def _checked(rows: Sequence[Sequence[float]], graph: nx.Graph) -> Tensor:
@@ -277,7 +277,7 @@ def make_graph(topology: Topology, nodes: Sequence[str], *, edge_probability: fl
         pairs = [tuple(pair) for pair in topology]
         wrong = next((pair for pair in pairs if len(pair) != 2), None)
         if wrong is not None:
-            raise ValueError(f"topology={_short(topology)}: {wrong!r} is no edge. An edge is a pair of nodes.")
+            raise ValueError(f"topology={_short(topology)}: {wrong!r} is not an edge. An edge is a pair of nodes.")
         edges = pairs
     names = set(nodes)
     for edge in edges:
@@ -285,7 +285,7 @@ def make_graph(topology: Topology, nodes: Sequence[str], *, edge_probability: fl
         for node in (first, other):
             if node not in names:
                 raise ValueError(
-                    f"topology={_short(topology)} has a node '{node}', which is no client. The clients are {nodes}."
+                    f"topology={_short(topology)} has a node '{node}', which is not a client. The clients are {nodes}."
                 )
         if first == other:
             raise ValueError(
@@ -309,14 +309,14 @@ def _named(name: str, nodes: list[str], edge_probability: float, seed: int) -> l
         rows = max(row for row in range(1, int(count**0.5) + 1) if count % row == 0)
         if rows < 2:
             raise ValueError(
-                f"topology='torus' needs rows and columns, and {count} clients are no product of two numbers from 2. Use "
+                f"topology='torus' needs rows and columns, and {count} clients are not a product of two numbers from 2. Use "
                 "'ring', or another number of clients."
             )
         grid = nx.grid_2d_graph(rows, count // rows, periodic=True)
         graph = nx.relabel_nodes(grid, {(row, column): row * (count // rows) + column for row, column in grid})
     elif name == "erdos_renyi":
         if not 0.0 <= edge_probability <= 1.0:
-            raise ValueError(f"edge_probability={edge_probability} is no probability: use a number from 0 to 1.")
+            raise ValueError(f"edge_probability={edge_probability} is not a probability: use a number from 0 to 1.")
         graph = nx.gnp_random_graph(count, edge_probability, seed=address(seed, "topology") % 2**32)
     else:
         raise ValueError(
@@ -343,7 +343,7 @@ def _edges_in(path: Path) -> list[tuple[str, str]]:
     try:
         graph = nx.read_graphml(path)
     except Exception as error:
-        raise ValueError(f"topology='{path}' is no GraphML that networkx can read: {error}") from error
+        raise ValueError(f"topology='{path}' is not GraphML that networkx can read: {error}") from error
     if graph.is_directed():
         raise ValueError(
             f"topology='{path}' is a directed graph. Neighbours listen to each other: use an undirected one."

@@ -253,7 +253,7 @@ def _seconds(path: Path, line: int, name: str, value: Any) -> float:
         seconds = math.nan
     if not math.isfinite(seconds):
         raise ConfigurationError(
-            f"TraceAvailability: line {line} of {path} has {name}={value!r}, which is no time in seconds."
+            f"TraceAvailability: line {line} of {path} has {name}={value!r}, which is not a time in seconds."
         )
     return seconds
 

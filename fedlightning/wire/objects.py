@@ -38,7 +38,7 @@ def _whole(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return type(value) is float or _whole(value)  # longer integers are no floats, and end whoever adds them up
+    return type(value) is float or _whole(value)  # longer integers are not floats, and end whoever adds them up
 
 
 def check_of(hint: Any) -> Check:
@@ -83,7 +83,7 @@ def check_of(hint: Any) -> Check:
 
 
 class WireError(ValueError):
-    """Bytes that are no message, or a value that none can hold. The text is a sentence."""
+    """Bytes that are not a message, or a value that none can hold. The text is a sentence."""
 
 
 EXTRAS = {"extras": dict[str, dict[str, Any]]}

@@ -42,12 +42,12 @@ class AdapterMixin(AddedParametersMixin):
     slowed_modules: tuple[tuple[str, str, Any], ...]
 
     def added_parameters(self) -> dict[str, str]:
-        own = {
+        adapter_entries = {
             f"{path}.lora_{factor}.{ADAPTER}.weight": f"{path}.base_layer.weight"
             for path in self.adapted_paths
             for factor in "AB"
         }
-        return {**super().added_parameters(), **own}
+        return {**super().added_parameters(), **adapter_entries}
 
     def train(self, mode: bool = True) -> Any:
         """Set the mode as usual, except that a frozen normalisation layer keeps its statistics."""
@@ -250,8 +250,8 @@ def save_peft(module: nn.Module, folder: str | Path, base: nn.Module) -> None:
     heads = sorted({name.removeprefix(prefix).rpartition(".")[0] for name in wrapped.trained_names})
     for name, value in base.state_dict().items():
         path, _, entry = name.rpartition(".")
-        own = state[f"{prefix}{path}.base_layer.{entry}" if f"{prefix}{path}" in layers else f"{prefix}{name}"]
-        if path not in heads and not torch.equal(own, value):
+        entry_value = state[f"{prefix}{path}.base_layer.{entry}" if f"{prefix}{path}" in layers else f"{prefix}{name}"]
+        if path not in heads and not torch.equal(entry_value, value):
             raise ValueError(
                 f"'{name}' of the federated model is not that of base: the adapters belong to another network. FLoRA and "
                 "FedExLoRA change the network; write their model whole, by fedlightning.wrappers.unmix(module)."
@@ -346,19 +346,19 @@ def find_linear(module: nn.Module, targets: Sequence[str] | None, head: Iterable
         return linear
     chosen: set[str] = set()
     for target in targets:
-        found = [path for path in linear if _ends_in(path, target)]
-        if not found and any(_ends_in(f"{path}.out_proj", target) for path in hidden):
+        matches = [path for path in linear if _ends_in(path, target)]
+        if not matches and any(_ends_in(f"{path}.out_proj", target) for path in hidden):
             raise ValueError(
                 f"'{target}' of {name} is inside nn.MultiheadAttention, which uses its weights without calling it: an "
                 f"adapter there would never act. Choose among {linear}."
             )
-        if not found:
+        if not matches:
             close = difflib.get_close_matches(target, linear, n=3, cutoff=0.4)
             raise ValueError(
-                f"'{target}' is no nn.Linear layer of {name} outside the head. "
+                f"'{target}' is not an nn.Linear layer of {name} outside the head. "
                 f"{'Close are' if close else 'There are'} {close or linear}."
             )
-        chosen.update(found)
+        chosen.update(matches)
     return [path for path in linear if path in chosen]
 
 

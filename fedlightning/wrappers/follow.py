@@ -34,16 +34,16 @@ def follow(module: LightningModule, twin: LightningModule) -> None:
     modes = {name: child.training for name, child in module.named_modules()}
     for name, child in twin.named_modules():
         child.training = modes.get(name, child.training)
-    own = vars(twin)
+    attributes = vars(twin)
     for name, value in vars(module).items():
         if name in _INTERNALS or callable(getattr(type(module), name, None)):
             continue  # under DDP Lightning leaves the module's own bound forward on the instance
         if isinstance(value, (list, dict, set)):
             items = value.values() if isinstance(value, dict) else value
             if not any(isinstance(item, nn.Module) for item in items):
-                own[name] = copy.copy(value)
+                attributes[name] = copy.copy(value)
         elif isinstance(value, Tensor):
             if not value.requires_grad:
-                own[name] = value
-        elif isinstance(value, SIMPLE) or name not in own:
-            own[name] = value
+                attributes[name] = value
+        elif isinstance(value, SIMPLE) or name not in attributes:
+            attributes[name] = value

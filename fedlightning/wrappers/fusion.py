@@ -96,13 +96,13 @@ class Exchange:
                 f"must take the same way each time it is run, or the model be built from a DualExtractor."
             )
         zl = heads.flat(self.zl) if self.zl.dim() > zg.dim() == 2 else self.zl
-        given = f"global {tuple(zg.shape)} and local {tuple(zl.shape)}"
+        shapes = f"global {tuple(zg.shape)} and local {tuple(zl.shape)}"
         if self.fusion == "sum":
             if zg.shape != zl.shape:
-                raise RuntimeError(f"FENDA: fusion='sum' at {where} needs equal shapes, got {given}. Use 'concat'.")
+                raise RuntimeError(f"FENDA: fusion='sum' at {where} needs equal shapes, got {shapes}. Use 'concat'.")
         elif zg.dim() != zl.dim() or zg.shape[self.dim] + zl.shape[self.dim] != heads.width(layer):
             raise RuntimeError(
-                f"FENDA: {where} takes {heads.width(layer)} features in all, got {given}. If the local extractor is "
+                f"FENDA: {where} takes {heads.width(layer)} features in all, got {shapes}. If the local extractor is "
                 f"your own, say its width with local_features=... and let it give (B, d)."
             )
         return heads.fuse(zg, zl, self.fusion, self.order, self.dim)
@@ -121,7 +121,7 @@ class FusedHeadMixin(Mixin):
 
 
 class Stop(nn.Module):
-    """In the place of the twin's head: ends the twin's step with the features that arrive.
+    """In place of the twin's head: ends the twin's step with the features that arrive.
 
     Example:
         >>> import torch

@@ -30,13 +30,11 @@ def find_submodule(module: nn.Module, name: str) -> nn.Module:
         >>> find_submodule(MLP(4, [3], 2), "fc1")
         Linear(in_features=4, out_features=3, bias=True)
     """
-    names = [found for found, _ in module.named_modules() if found]
+    names = [path for path, _ in module.named_modules() if path]
     if name not in dict(module.named_modules(remove_duplicate=False)) or not name:
         close = get_close_matches(name, names, n=5, cutoff=0.5)
-        close += [
-            found for found in names if found.rpartition(".")[2] == name.rpartition(".")[2] and found not in close
-        ]
-        listed = close + [found for found in names if found not in close]
+        close += [path for path in names if path.rpartition(".")[2] == name.rpartition(".")[2] and path not in close]
+        listed = close + [path for path in names if path not in close]
         shown = ", ".join(listed[:20]) + (f", ... ({len(listed)} in all)" if len(listed) > 20 else "")
         hint = f" Did you mean `{close[0]}`?" if close else ""
         raise ValueError(
@@ -55,7 +53,7 @@ def registered_names(module: nn.Module, child: nn.Module) -> list[str]:
         >>> registered_names(nn.Sequential(shared, nn.ReLU(), shared), shared)
         ['0', '2']
     """
-    return [name for name, found in module.named_modules(remove_duplicate=False) if found is child]
+    return [name for name, submodule in module.named_modules(remove_duplicate=False) if submodule is child]
 
 
 def within(name: str, prefixes: list[str]) -> bool:

@@ -80,8 +80,8 @@ class MixerMixin(AddedParametersMixin):
         if mode.branch == "personal":
             return personal
         with torch.set_grad_enabled(torch.is_grad_enabled() and not mode.detach_own):
-            own = call(*args, **kwargs)
-        return _interpolate(getattr(self, ALPHA) if mode.alpha is None else mode.alpha, personal, own)
+            own_output = call(*args, **kwargs)
+        return _interpolate(getattr(self, ALPHA) if mode.alpha is None else mode.alpha, personal, own_output)
 
 
 def mix_logits(module: LightningModule, personal: nn.Module, alpha: float = 0.5) -> LightningModule:
@@ -125,9 +125,9 @@ def mix_logits(module: LightningModule, personal: nn.Module, alpha: float = 0.5)
             raise ValueError(f"{owner} has an attribute `{name}` of its own; rename it to mix logits.")
     if getattr(type(module), "forward", None) in (LightningModule.forward, nn.Module.forward):
         raise TypeError(f"{owner} has no forward(), so there are no logits to mix. Use APFL with mix='params'.")
-    own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    fallback = next(iter(own), "")
-    originals = {f"{PERSONAL}.{n}": n if n in own else fallback for n, _ in personal.named_parameters()}
+    trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    fallback = next(iter(trainable), "")
+    originals = {f"{PERSONAL}.{n}": n if n in trainable else fallback for n, _ in personal.named_parameters()}
     mix(module, MixerMixin)
     vars(module).update(mixer_mode=_Mode(), mixer_originals=originals)
     module.add_module(PERSONAL, mix(personal, _QuietMixin) if isinstance(personal, LightningModule) else personal)
@@ -288,23 +288,23 @@ def _mixer(module: nn.Module) -> nn.Module:
     return module
 
 
-def _interpolate(alpha: Tensor, personal: Any, own: Any) -> Any:
+def _interpolate(alpha: Tensor, personal: Any, own_output: Any) -> Any:
     """Return alpha * personal + (1 - alpha) * own, leaf by leaf through tuples, lists and dicts."""
-    if isinstance(own, Tensor) and isinstance(personal, Tensor):
-        if own.shape != personal.shape:
+    if isinstance(own_output, Tensor) and isinstance(personal, Tensor):
+        if own_output.shape != personal.shape:
             raise ValueError(
-                f"The personal model gives {tuple(personal.shape)}, the module's own {tuple(own.shape)}: logits can "
+                f"The personal model gives {tuple(personal.shape)}, the module's own {tuple(own_output.shape)}: logits can "
                 f"only be mixed when the shapes are equal."
             )
-        if not own.is_floating_point():
-            return own
-        weight = alpha.to(own.dtype)
-        return weight * personal + (1 - weight) * own
-    if isinstance(own, Mapping):
-        return {key: _interpolate(alpha, personal[key], value) for key, value in own.items()}
-    if isinstance(own, (tuple, list)):
-        mixed = [_interpolate(alpha, *pair) for pair in zip(personal, own, strict=True)]
-        return type(own)(*mixed) if hasattr(own, "_fields") else type(own)(mixed)
-    if own is None:
+        if not own_output.is_floating_point():
+            return own_output
+        weight = alpha.to(own_output.dtype)
+        return weight * personal + (1 - weight) * own_output
+    if isinstance(own_output, Mapping):
+        return {key: _interpolate(alpha, personal[key], value) for key, value in own_output.items()}
+    if isinstance(own_output, (tuple, list)):
+        mixed = [_interpolate(alpha, *pair) for pair in zip(personal, own_output, strict=True)]
+        return type(own_output)(*mixed) if hasattr(own_output, "_fields") else type(own_output)(mixed)
+    if own_output is None:
         return None
-    raise TypeError(f"Cannot mix outputs of type {type(own).__name__}; forward() must give tensors.")
+    raise TypeError(f"Cannot mix outputs of type {type(own_output).__name__}; forward() must give tensors.")

@@ -265,8 +265,8 @@ _CLASSES: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakVal
 def _mixed_class(mixin: type, base: type) -> type:
     """Return the generated class for `mixin` over `base`, cached for as long as it is in use."""
     key = (mixin, base)
-    made = _CLASSES.get(key)
-    if made is None:
+    mixed_class = _CLASSES.get(key)
+    if mixed_class is None:
         user = user_class(base)
         name = f"{mixin.__name__.removesuffix('Mixin').lstrip('_')}_{base.__name__}"
         namespace: dict[str, Any] = {
@@ -280,8 +280,8 @@ def _mixed_class(mixin: type, base: type) -> type:
         for method in getattr(mixin, "wraps", ()):
             if _is_written(base, method):
                 namespace[method] = _wrapped(cast("type[Mixin]", mixin), base, method)
-        made = _CLASSES[key] = type(base)(name, (mixin, base), namespace)
-    return made
+        mixed_class = _CLASSES[key] = type(base)(name, (mixin, base), namespace)
+    return mixed_class
 
 
 def _is_written(base: type, name: str) -> bool:

@@ -127,12 +127,12 @@ _SCRATCH: weakref.WeakKeyDictionary[nn.Module, dict[str, _Scratch]] = weakref.We
 
 def _metrics(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the outermost metrics and metric collections under every name they are registered by."""
-    found: list[tuple[str, nn.Module]] = []
+    metrics: list[tuple[str, nn.Module]] = []
     for name, child in module.named_modules(remove_duplicate=False):
         if name and isinstance(child, (Metric, MetricCollection)):
-            if not any(name.startswith(f"{outer}.") for outer, _ in found):
-                found.append((name, child))
-    return found
+            if not any(name.startswith(f"{outer}.") for outer, _ in metrics):
+                metrics.append((name, child))
+    return metrics
 
 
 def _spare(spares: dict[str, _Scratch], name: str, metric: nn.Module) -> nn.Module:
@@ -171,4 +171,4 @@ def _shadow(module: LightningModule, name: str, undo: list[Callable[[], None]]) 
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, in the place of `self.log` inside `muted`."""
+    """Do nothing, instead of `self.log` inside `muted`."""

@@ -29,10 +29,10 @@ from fedlightning.wrappers.muting import evaluating, muted
 
 
 def one_optimizer(
-    module: nn.Module, own: Any, shared: LightningModule, theirs: Any, projection: nn.Module | None
+    module: nn.Module, own_configured: Any, shared: LightningModule, theirs: Any, projection: nn.Module | None
 ) -> Optimizer:
     """Return the module's optimizer with the groups of the second one's beside its own."""
-    ours, second = (_only(one, configured) for one, configured in ((module, own), (shared, theirs)))
+    ours, second = (_only(model, configured) for model, configured in ((module, own_configured), (shared, theirs)))
     if type(ours) is not type(second):
         raise ValueError(
             f"{user_class(module).__name__} uses {type(ours).__name__} and the shared {user_class(shared).__name__} "
@@ -94,7 +94,7 @@ class Side:
 class JointLoss(Protocol):
     """Makes the loss to minimise out of what both modules gave. It is copied and pickled with the module."""
 
-    def __call__(self, own: Side, shared: Side, project: nn.Module | None, /) -> Tensor: ...
+    def __call__(self, local: Side, shared: Side, project: nn.Module | None, /) -> Tensor: ...
 
 
 @dataclass
@@ -119,8 +119,8 @@ class PairMixin(Mixin):
         shared = shared_of(self)
         if name == "configure_optimizers":
             with _apart(self):
-                own = call(*args, **kwargs)
-            return one_optimizer(self, own, shared, shared.configure_optimizers(), self._modules.get(PROJECTION))
+                configured = call(*args, **kwargs)
+            return one_optimizer(self, configured, shared, shared.configure_optimizers(), self._modules.get(PROJECTION))
         parts = self.pair_parts
         with ExitStack() as stack:
             tap = stack.enter_context(_HeadTap(self, parts.head))
@@ -129,18 +129,18 @@ class PairMixin(Mixin):
             loss = output.get("loss") if isinstance(output, dict) else output
             if not isinstance(loss, Tensor):  # a skipped batch
                 return output
-            own = tap.side(loss)
+            local = tap.side(loss)
         with _HeadTap(shared, parts.shared_head) as tap, _teaching(shared, parts.frozen == "shared"):
             batch, batch_idx = (*args, *kwargs.values(), 0)[:2]
             theirs = tap.side(_loss_of(shared, batch, batch_idx))
-        if own.logits.shape != theirs.logits.shape:
+        if local.logits.shape != theirs.logits.shape:
             raise ValueError(
-                f"`{parts.head}` of {user_class(self).__name__} gives logits {tuple(own.logits.shape)}, and "
+                f"`{parts.head}` of {user_class(self).__name__} gives logits {tuple(local.logits.shape)}, and "
                 f"`{parts.shared_head}` of the shared {user_class(shared).__name__} {tuple(theirs.logits.shape)}: both "
                 "must have a row for each sample and the same classes. Set head=... and shared_head=... to the layers that "
                 "give the logits."
             )
-        total = parts.loss(own, theirs, self._modules.get(PROJECTION))
+        total = parts.loss(local, theirs, self._modules.get(PROJECTION))
         return {**output, "loss": total} if isinstance(output, dict) else total
 
     def configure_gradient_clipping(
@@ -192,10 +192,10 @@ def pair(
         >>> both.training_step((torch.zeros(5, 4), torch.zeros(5).long()), 0).shape, shared_of(both).net.fc1.out_features
         (torch.Size([]), 3)
     """
-    for one in (module, *(() if shared is None else (shared,))):
-        if not one.automatic_optimization:
+    for model in (module, *(() if shared is None else (shared,))):
+        if not model.automatic_optimization:
             raise ValueError(
-                f"{user_class(one).__name__} optimizes manually, but two models that learn from each other take one step "
+                f"{user_class(model).__name__} optimizes manually, but two models that learn from each other take one step "
                 "together. Use automatic optimization."
             )
     for name in (SHARED, PROJECTION):
@@ -247,20 +247,20 @@ def sides_of(module: LightningModule, batch: Any) -> tuple[Side, Side]:
         [torch.Size([5, 2]), torch.Size([5, 2])]
     """
     parts: _Pair = vars(module)["pair_parts"]
-    found: list[tuple[Side, Side]] = []
+    sides: list[tuple[Side, Side]] = []
 
-    def keep(own: Side, shared: Side, project: nn.Module | None) -> Tensor:
-        found.append((own, shared))
-        return own.loss
+    def keep(local: Side, shared: Side, project: nn.Module | None) -> Tensor:
+        sides.append((local, shared))
+        return local.loss
 
     vars(module)["pair_parts"] = replace(parts, loss=keep)
     try:
         module.training_step(*((batch, 0) if takes_index(module.training_step) else (batch,)))
     finally:
         vars(module)["pair_parts"] = parts
-    if not found:
+    if not sides:
         raise ValueError(f"training_step of {user_class(module).__name__} skipped a batch whose logits are needed")
-    return found[0]
+    return sides[0]
 
 
 def shared_entries(module: nn.Module) -> list[str]:
@@ -292,10 +292,10 @@ class _HeadTap:
             tap.remove()
 
     def side(self, loss: Tensor) -> Side:
-        given = tuple(self._taps[1].features.shape)
-        if sum(size > 1 for size in given[1:]) > 1:  # softmax would run over classes and places at once
+        shape = tuple(self._taps[1].features.shape)
+        if sum(size > 1 for size in shape[1:]) > 1:  # softmax would run over classes and places at once
             raise ValueError(
-                f"`{self._head}` gives {given}: a prediction for every pixel or token, not a row of logits a sample"
+                f"`{self._head}` gives {shape}: a prediction for every pixel or token, not a row of logits a sample"
             )
         features, logits = (_rows(tap.features) for tap in self._taps)
         return Side(loss, nn.functional.pad(logits, (1, 0)) if logits.shape[1] == 1 else logits, features)

@@ -123,7 +123,7 @@ def plan_cuts(module: LightningModule, head: str | None = None) -> list[Cut]:
             )
     if name not in widths:
         raise ValueError(
-            f"The head `{name}` of {owner} is no Linear or convolutional layer. Set head=... to the last one."
+            f"The head `{name}` of {owner} is not a Linear or convolutional layer. Set head=... to the last one."
         )
     leaving = {cut.path: cut.leaving for cut in cuts}
     return [Cut(c.path, c.arriving and leaving[c.arriving], c.leaving and leaving[c.leaving], c.block) for c in cuts]
@@ -139,7 +139,7 @@ def entry_slices(module: nn.Module, cuts: list[Cut], units: Units) -> Slices:
         >>> list(entry_slices(net, plan_cuts(net), first_units(0.5)))
         ['fc1.weight', 'fc1.bias', 'fc2.weight']
     """
-    found: Slices = {}
+    slices: Slices = {}
     widths = {path: layer.weight.shape[0] for path, layer in module.named_modules() if _is_layer(layer)}
 
     def kept(path: str | None, block: int = 1) -> Tensor | None:
@@ -156,8 +156,8 @@ def entry_slices(module: nn.Module, cuts: list[Cut], units: Units) -> Slices:
         for name, value in module_state(layer).items():
             index = (leaving, arriving, *[None] * value.ndim)[: value.ndim]
             if any(dimension is not None for dimension in index):
-                found[f"{cut.path}.{name}"] = index
-    return found
+                slices[f"{cut.path}.{name}"] = index
+    return slices
 
 
 def shrink(module: LightningModule, slices: Slices) -> LightningModule:
@@ -170,15 +170,15 @@ def shrink(module: LightningModule, slices: Slices) -> LightningModule:
         >>> shrink(net, entry_slices(net, plan_cuts(net), first_units(0.5))).fc2
         Linear(in_features=3, out_features=2, bias=True)
     """
-    made: dict[int, Tensor] = {}  # by id, so that tied parameters stay tied
+    tensors_by_id: dict[int, Tensor] = {}  # by id, so that tied parameters stay tied
     for name, index in slices.items():
         path, _, entry = name.rpartition(".")
-        shrink_layer(module.get_submodule(path), entry, index, made)
+        shrink_layer(module.get_submodule(path), entry, index, tensors_by_id)
     return mix(module, SubmodelMixin) if slices else module
 
 
 def shrink_layer(
-    layer: nn.Module, entry: str, index: tuple[Tensor | None, ...], made: dict[int, Tensor] | None = None
+    layer: nn.Module, entry: str, index: tuple[Tensor | None, ...], tensors_by_id: dict[int, Tensor] | None = None
 ) -> None:
     """Cut one entry of a layer in place, and tell the layer its new size.
 
@@ -191,12 +191,12 @@ def shrink_layer(
         >>> layer
         Linear(in_features=3, out_features=2, bias=True)
     """
-    made = {} if made is None else made
+    tensors_by_id = {} if tensors_by_id is None else tensors_by_id
     old = getattr(layer, entry)
-    if id(old) not in made:
+    if id(old) not in tensors_by_id:
         new = old.detach()[mesh(index, old.shape)].clone()
-        made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-    setattr(layer, entry, made[id(old)])
+        tensors_by_id[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+    setattr(layer, entry, tensors_by_id[id(old)])
     _tell_sizes(layer, index)
 
 
@@ -279,8 +279,8 @@ def verify(module: LightningModule, cuts: list[Cut], units: Units, run: Callable
         expected = run(full)
         try:
             with muted(small):
-                found = run(small)
+                output = run(small)
         except Exception as error:
             raise ValueError(f"A sub-model of {owner} does not run: {error}. {way_out}.") from error
-    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-4):
+    if not torch.allclose(output, expected, rtol=1e-3, atol=1e-4):
         raise ValueError(f"A sub-model of {owner} does not compute what its units do in the full model. {way_out}.")

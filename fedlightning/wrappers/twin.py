@@ -118,7 +118,7 @@ class Recorded:
 
 
 class Answers(nn.Module):
-    """In the place of the twin's head: gives what the module's own head has given.
+    """In place of the twin's head: gives what the module's own head has given.
 
     Args:
         outputs: One for each call.
@@ -175,13 +175,13 @@ def _follow(module: nn.Module, twin: nn.Module) -> None:
     Copied are numbers, strings, tensors and everything that was added after the twin was made. Other attributes stay
     the twin's own: they may hold layers. So do methods: under DDP Lightning leaves the module's bound forward on it.
     """
-    target, own = vars(twin), vars(twin)["twin_attributes"]
+    target, twin_attributes = vars(twin), vars(twin)["twin_attributes"]
     for name, value in vars(module).items():
         if name in _INTERNALS or name.startswith("dual_"):
             continue
         if isinstance(value, Tensor):
             follow = not value.requires_grad
-        elif name in own:
+        elif name in twin_attributes:
             follow = isinstance(value, SIMPLE)
         else:
             follow = not callable(getattr(type(module), name, None))
@@ -317,16 +317,16 @@ class TwinMixin(Mixin):
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the module's optimizers, as ones that never step."""
         owner: Any = LightningModule
-        found = owner.optimizers(self, use_pl_optimizer)
-        return [NoStep(one) for one in found] if isinstance(found, list) else NoStep(found)
+        optimizers = owner.optimizers(self, use_pl_optimizer)
+        return [NoStep(optimizer) for optimizer in optimizers] if isinstance(optimizers, list) else NoStep(optimizers)
 
     def lr_schedulers(self) -> Any:
         """Return the module's schedulers, as ones that never step."""
         owner: Any = LightningModule
-        found = owner.lr_schedulers(self)
-        if isinstance(found, list):
-            return [NoStep(one) for one in found]
-        return None if found is None else NoStep(found)
+        schedulers = owner.lr_schedulers(self)
+        if isinstance(schedulers, list):
+            return [NoStep(scheduler) for scheduler in schedulers]
+        return None if schedulers is None else NoStep(schedulers)
 
 
 class NoStep:
@@ -354,7 +354,7 @@ class NoStep:
 
 
 class NoMetric(nn.Module):
-    """In the place of the twin's metrics: every call returns `None` and every attribute is the object itself.
+    """In place of the twin's metrics: every call returns `None` and every attribute is the object itself.
 
     Example:
         >>> from fedlightning.wrappers.twin import NoMetric

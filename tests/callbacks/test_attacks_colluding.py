@@ -97,7 +97,7 @@ def test_alie_is_the_mean_minus_z_deviations_of_those_that_are_known(knows):
 
 
 def test_z_max_is_of_those_whose_updates_are_combined():
-    """Not of the federation: client "3" has no samples, and its update, which changes nothing, is no honest change."""
+    """Not of the federation: client "3" has no samples, and its update, which changes nothing, is not an honest change."""
     seen = []
 
     class Notes(ALIE):

@@ -39,7 +39,7 @@ def test_without_noise_the_clip_becomes_the_quantile(quantile):
 
 
 def test_the_step_is_the_papers():
-    """Andrew et al. 2021, algorithm 1, written with the fraction itself in the place of centred bits."""
+    """Andrew et al. 2021, algorithm 1, written with the fraction itself in place of centred bits."""
     within, absent, expected = 7, 0, 12
     by_paper = 0.3 * math.exp(-0.2 * (within / expected - 0.5))
     count = within * 0.5 + (expected - within) * -0.5

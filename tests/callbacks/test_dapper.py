@@ -87,7 +87,7 @@ class WakeForAdaptation(FederatedCallback):
 
 @pytest.mark.parametrize("make", [lambda: StillToy("adam", dropout=0.2), lambda: StillNorm("momentum")])
 def test_share_zero_does_not_depend_on_the_clients_own_samples(make):
-    """A stranger's samples in the place of the clients' own: even the running statistics are the same."""
+    """A stranger's samples in place of the clients' own: even the running statistics are the same."""
     module, data = make(), with_public({"0": 24, "1": 24})
     other = copy.copy(data)
     other.tensors = {c: {**data.tensors[c], "train": samples("stranger", "train", 24)} for c in data.tensors}

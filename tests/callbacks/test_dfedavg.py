@@ -207,8 +207,8 @@ def test_clients_that_join_begin_at_the_average(tmp_path):
         ),
         ({"topology": [["0", "1"]], "weights": [[0, 0, 1], [0, 1, 0], [1, 0, 0]]}, "no edge between them"),
         ({"topology": "wheel"}, "'wheel' is not known"),
-        ({"topology": [["0", "7"]]}, "'7', which is no client"),
-        ({"topology": "torus"}, "3 clients are no product"),
+        ({"topology": [["0", "7"]]}, "'7', which is not a client"),
+        ({"topology": "torus"}, "3 clients are not a product"),
         ({"topology": "star", "weights": "uniform"}, "does not connect all"),
     ],
 )

@@ -93,7 +93,7 @@ def test_equal_counts_change_nothing():
 
 
 def by_hand(module, data, client, start, number, tau, printed=False):
-    """A visit of one epoch in plain torch: the calibrated loss in the place of the cross entropy."""
+    """A visit of one epoch in plain torch: the calibrated loss in place of the cross entropy."""
     model = copy.deepcopy(module)
     model.load_state_dict(start)
     optimizer, counts = model.configure_optimizers(), counts_of(data, client)
@@ -284,7 +284,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_losses_than_the_cross_entropy_are_refused(name):
     with pytest.raises(
-        ValueError, match=r"FedLC changes the logits of a cross entropy, and the loss of Loss is no mean"
+        ValueError, match=r"FedLC changes the logits of a cross entropy, and the loss of Loss is not a mean"
     ):
         federate(Loss(OTHERS[name]), skewed(), [FedLC()], max_rounds=1)
     federate(Loss(OTHERS[name]), skewed(), [FedLC(tau=0.0)], max_rounds=1)

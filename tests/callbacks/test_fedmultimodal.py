@@ -76,7 +76,7 @@ def test_momentum_and_decay_do_not_move_an_encoder_either():
 
 
 class Blind(LightningModule):
-    """Concatenates inputs, with zeros in the place of what is missing, and so trains all encoders on them."""
+    """Concatenates inputs, with zeros in place of what is missing, and so trains all encoders on them."""
 
     def __init__(self, zeros: bool) -> None:
         super().__init__()

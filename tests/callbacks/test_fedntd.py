@@ -290,7 +290,7 @@ def test_two_classes_are_refused():
         federate(TwoClasses(), two_classes(), [FedNTD()])
     with pytest.raises(ValueError, match=r"a logit for each class, but `net.fc2` of Classifier gives \(8, 1\)"):
         federate(Classifier(MLP(6, [4], 1), num_classes=2), two_classes(), [FedNTD()])
-    with pytest.raises(ValueError, match=r"FedNTD needs a row of logits|no cross entropy of what `net.0` gives"):
+    with pytest.raises(ValueError, match=r"FedNTD needs a row of logits|not a cross entropy of what `net.0` gives"):
         federate(Toy(), toy_data(), [FedNTD(head="net.0")])
 
 

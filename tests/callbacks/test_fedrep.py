@@ -186,7 +186,7 @@ def test_heads_of_the_end_survive_restoring(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_finished_run_that_goes_on_is_the_longer_run(tmp_path, lost):
-    """Heads that were trained after round 2 are no part of rounds 3 and 4, unless the state before them is lost."""
+    """Heads that were trained after round 2 are not part of rounds 3 and 4, unless the state before them is lost."""
     module, data = NormNet("adam"), toy_data(SIZES)
     options = {"participation": 1, "optimizer_state": "keep"}
     whole = federate(module, data, [FedRep(head_epochs=2)], tmp_path / "a", max_rounds=4, **options)

@@ -319,7 +319,7 @@ class Smoothed(Toy):
         (TwoLayers(), {"head": "net.1"}, "to a plain nn.Linear, but the head `net.1` of TwoLayers is a Sequential"),
         (NormNet(), {"head": "net.1"}, "is a BatchNorm1d"),
         (Tied(), {"head": "fc"}, "of Tied shares its weight with `first.weight`"),
-        (Squares(), {}, "is defined for the cross entropy, and the loss of Squares is no cross entropy"),
+        (Squares(), {}, "is defined for the cross entropy, and the loss of Squares is not a cross entropy"),
         (
             Classifier(MLP(6, [4], 1), num_classes=2),
             {},

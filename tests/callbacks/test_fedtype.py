@@ -377,5 +377,5 @@ def test_wrong_use_is_refused():
     for splits in data.tensors.values():
         for split, (x, y) in splits.items():
             splits[split] = x, y.float() * 5
-    with pytest.raises(ValueError, match=r"FedType.*no whole numbers from 0 to 2"):
+    with pytest.raises(ValueError, match=r"FedType.*not whole numbers from 0 to 2"):
         federate(Regression(), data, [FedType(seeded(Regression, 3))])

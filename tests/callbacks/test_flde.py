@@ -416,12 +416,12 @@ def binary(low=0, high=1):
     [
         (NetStyle, toy_data, {}, "does not call self"),
         (PiecesStyle, toy_data, {}, "does not call self"),
-        (Regression, toy_data, {}, "no cross entropy"),
-        (Regression, binary, {}, "no cross entropy"),
-        (Regression, lambda: binary(-5, 5), {}, "no cross entropy"),  # slopes as of two classes
+        (Regression, toy_data, {}, "not a cross entropy"),
+        (Regression, binary, {}, "not a cross entropy"),
+        (Regression, lambda: binary(-5, 5), {}, "not a cross entropy"),  # slopes as of two classes
         (Sequence, toy_data, {}, "one row a sample"),
         (Closures, toy_data, {}, "FLDE trains a second model by a second LBFGS"),
-        (Labels, toy_data, {}, "no cross entropy"),
+        (Labels, toy_data, {}, "not a cross entropy"),
         (Toy, toy_data, {"head": "net.1"}, "which is to be a linear layer"),
         (Toy, toy_data, {"head": "net.9"}, "net.9"),
     ],

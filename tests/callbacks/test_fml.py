@@ -329,9 +329,9 @@ def toy_of_numbers():
 
 @pytest.mark.parametrize("make", [FML, lambda s: FedKD(s, hidden=False), lambda s: FedKEMF(s, steps=0), FedType])
 def test_other_tasks_than_classification_are_refused(make):
-    """A softmax over one number or over places is no prediction of classes."""
+    """A softmax over one number or over places is not a prediction of classes."""
     method = make(Levels(hidden=3))
-    with pytest.raises(ValueError, match=rf"{method.key} .*(whole number|no whole numbers from 0 to 1)"):
+    with pytest.raises(ValueError, match=rf"{method.key} .*(whole number|not whole numbers from 0 to 1)"):
         federate(Levels(), toy_of_numbers(), [method])
     with pytest.raises(ValueError, match=rf"{method.key} .*`net.2` gives \(8, 3, 6\).*pixel or token"):
         federate(Pixels(), toy_data(SIZES), [make(Pixels(hidden=3))])
@@ -341,5 +341,5 @@ def test_what_tells_another_task_from_its_targets():
     classes, halves = torch.tensor([0, 2, 1]), torch.full((3, 2), 0.5)
     assert not other_task(classes, 3) and not other_task(classes.float(), 3) and not other_task(halves, 2)
     assert not other_task(None, 3) and not other_task(classes[:, None], 3)
-    assert "from 0 to 1" in other_task(classes, 2) and "no shares of classes" in other_task(2 * halves, 2)
+    assert "from 0 to 1" in other_task(classes, 2) and "not shares of classes" in other_task(2 * halves, 2)
     federate(Levels(), toy_of_numbers(), [FML(Levels(hidden=3), alpha=1.0, beta=1.0)], max_rounds=1)

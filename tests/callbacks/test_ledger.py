@@ -67,6 +67,6 @@ def test_runs_at_the_same_time_do_not_exceed_a_limit_together(tmp_path: Path) ->
 def test_an_entry_that_is_none_is_refused(entry: str, tmp_path: Path) -> None:
     text = json.dumps({"runs": {"other": ["ENTRY"]}}).replace('"ENTRY"', entry)
     (tmp_path / "clients.json").write_text(text)
-    with pytest.raises(ValueError, match=r"clients.json is no ledger .* restore it"):
+    with pytest.raises(ValueError, match=r"clients.json is not a ledger .* restore it"):
         Ledger(str(tmp_path), "clients", "mine").note([(1.0, 0.1, 1)])
     assert (tmp_path / "clients.json").read_text() == text

@@ -218,7 +218,7 @@ def test_restored_and_resumed(tmp_path):
 
 @pytest.mark.parametrize("participation", [1.0, 1])
 def test_a_finished_federation_that_goes_on(tmp_path, participation):
-    """Copies adapted after round 2 are no part of rounds 3 and 4, not even at clients that are not visited in them."""
+    """Copies adapted after round 2 are not part of rounds 3 and 4, not even at clients that are not visited in them."""
     module, data = NormNet("adam"), toy_data(SIZES)
     options = {"participation": participation}
     whole = federate(module, data, [LocalAdaptation()], root=tmp_path / "a", max_rounds=4, **options)

@@ -448,9 +448,9 @@ def test_targets_are_paths_or_ends_of_paths():
         "blocks.0.attn.qkv",
         "blocks.1.attn.qkv",
     ]
-    with pytest.raises(ValueError, match=r"'net.9' is no nn.Linear layer of Toy .*(net.0|net.3)"):
+    with pytest.raises(ValueError, match=r"'net.9' is not an nn.Linear layer of Toy .*(net.0|net.3)"):
         federate(Toy(), toy_data(), [FedIT(target_modules=["net.9"])])
-    with pytest.raises(ValueError, match=r"'net.1' is no nn.Linear"):
+    with pytest.raises(ValueError, match=r"'net.1' is not an nn.Linear"):
         federate(NormNet(), toy_data(), [FedIT(target_modules=["net.1"])])
     with pytest.raises(ValueError, match=r"'out_proj' of Net is inside nn.MultiheadAttention"):
         federate(Net(Encoder()), toy_data(), [FedIT(target_modules=["out_proj"])])

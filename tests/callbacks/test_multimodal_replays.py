@@ -88,7 +88,7 @@ def descend(parameters: Iterable[nn.Parameter], loss: Callable[[], Tensor], step
 
 
 def fused(net: MultimodalNet, x: dict[str, Tensor]) -> Tensor:
-    """Fusion by concatenation, with zeros in the place of what is missing."""
+    """Fusion by concatenation, with zeros in place of what is missing."""
     rows = len(next(iter(x.values())))
     parts = [net.encoders[n](x[n]) if n in x else torch.zeros(rows, 8, dtype=torch.float64) for n in SIZES]
     return net.classifier(torch.relu(net.fusion(torch.cat(parts, 1))))

@@ -20,7 +20,7 @@ from tests.callbacks.test_blocks import Residual
 from tests.conformance.case import Case, Kept
 from tests.helpers import CLASSES, FEATURES, NormNet, Toy, close, differs, federate, same, spied, toy_data
 
-FULL = "the full toy module is no chain of layers"
+FULL = "the full toy module is not a chain of layers"
 CASES = {
     "pFedHR": Case(
         pFedHR(lam=1.0, depths=(2, 3), fine_tune_epochs=1, num_candidates=2),

@@ -510,7 +510,7 @@ def test_resumed_is_uninterrupted(tmp_path):
     ("callbacks", "sentence"),
     [
         ([PLayerFL(split=5)], r"PLayerFL got split=5; Deep has 4 layers: use 0 to 4"),
-        ([PLayerFL(order=["net.frist"])], r"'net.frist' is no layer of Deep. Close matches: 'net.first'"),
+        ([PLayerFL(order=["net.frist"])], r"'net.frist' is not a layer of Deep. Close matches: 'net.first'"),
         (
             [PLayerFL(), GlobalCheckpoint()],
             "PLayerFL keeps layers with the clients, and GlobalCheckpoint selects.*or use LocalCheckpoint",

@@ -412,7 +412,7 @@ def test_visits_under_way_when_a_run_ends_are_told(tmp_path):
 
 def test_a_run_does_not_go_on_with_another_configuration(tmp_path):
     """A round that was cut off would release other updates of the batches that it drew, and count them once."""
-    for rounds in (1, 2):  # more rounds are no change
+    for rounds in (1, 2):  # more rounds are not a change
         trainer = make_trainer(tmp_path, [dp(noise_seed=None)], max_rounds=rounds, name="a")
         trainer.fit(module(), datamodule=toy_data(SIZES), resume="last" if rounds > 1 else None)
     again = make_trainer(tmp_path, [dp(noise_seed=None)], max_rounds=3, name="a", local_steps=1)
@@ -587,7 +587,7 @@ def test_a_ledger_counts_all_runs_on_the_same_data(tmp_path):
     with pytest.raises(FederationError, match="since others of the ledger have spent"):
         run("third", epsilon=alone["epsilon"] * 1.01)
     (tmp_path / "ledger" / "0.json").write_text("{}")
-    with pytest.warns(UserWarning, match="is no ledger"):
+    with pytest.warns(UserWarning, match="is not a ledger"):
         run("fourth", epsilon=50.0)
 
 

@@ -459,11 +459,20 @@ def test_nothing_goes_by_a_number_that_training_logs_whatever_it_is_called(kind,
     assert "log" not in vars(fitted)
 
 
+def test_no_file_is_named_by_a_number_that_training_logs(tmp_path):
+    checkpoint = ModelCheckpoint(filename="{epoch}-{both_epoch:.3f}")
+    trainer = plain_trainer(dp(), checkpoint, max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True)
+    with pytest.raises(ValueError, match="goes by 'both_epoch', which training logs"):
+        trainer.fit(module(Logs), loader(), loader())
+
+
 @pytest.mark.parametrize("kind", [EarlyStopping, ModelCheckpoint])
 def test_what_validation_logs_may_choose(kind, tmp_path):
     trainer = plain_trainer(
         dp(), kind(monitor="accuracy"), max_epochs=2, default_root_dir=tmp_path, enable_checkpointing=True
     )
+    if kind is ModelCheckpoint:
+        trainer.checkpoint_callback.filename = "{epoch}-{accuracy:.2f}"
     trainer.fit(module(Logs), loader(), loader())
     assert trainer.current_epoch == 2
 

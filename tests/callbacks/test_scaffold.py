@@ -381,7 +381,7 @@ class Ascends(Toy):
 
 
 REFUSED = {
-    "Adam": (Toy("adam"), {}, r"option=2.*Adam's movement is no sum of gradients.*option=1"),
+    "Adam": (Toy("adam"), {}, r"option=2.*Adam's movement is not a sum of gradients.*option=1"),
     "kept momentum": (Toy("momentum"), {"optimizer_state": "keep"}, r"optimizer_state='keep'.*'reset', or option=1"),
     "ascent": (Ascends(), {}, "maximize=True"),
 }

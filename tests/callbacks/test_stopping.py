@@ -58,7 +58,7 @@ def alike(*losses):
     ("losses", "options", "ends"),
     [
         ([5, 4, 3, 2, 1, 0.9, 0.8, 0.7, 0.6], {"patience": 1}, None),
-        ([5, 4, 4, 4, 4, 4, 4, 4, 4], {"patience": 3}, 6),  # a tie is no improvement
+        ([5, 4, 4, 4, 4, 4, 4, 4, 4], {"patience": 3}, 6),  # a tie is not an improvement
         ([5, 4, 4, 3, 4, 4, 4, 4, 4], {"patience": 2}, 7),  # and an improvement begins anew
         (
             [5, 4.9, 4.8, 4.4, 4.3, 4.2, 4.1, 4, 4],
@@ -66,7 +66,11 @@ def alike(*losses):
             8,
         ),  # from the best, not from the last
         ([1, 2, 3, 3, 3, 3, 3, 3, 3], {"patience": 2, "mode": "max"}, 6),
-        ([5, NAN, INF, 4, NAN, NAN, 4, 4, 4], {"patience": 2}, 4),  # a loss that is NaN or infinite is no improvement
+        (
+            [5, NAN, INF, 4, NAN, NAN, 4, 4, 4],
+            {"patience": 2},
+            4,
+        ),  # a loss that is NaN or infinite is not an improvement
         ([5, NAN, 4, NAN, NAN, NAN, 4, 4, 4], {"patience": 3}, 7),
         ([NAN, 5, 4, 3, 2, 1, 0.9, 0.8, 0.7], {"patience": 1}, None),  # whatever is finite is better than that
         ([INF, NAN, 5, 4, 4, 4, 4, 4, 4], {"patience": 2}, 7),

@@ -291,7 +291,7 @@ class Warming(Toy):
 
 
 class Centred(Toy):
-    """Subtracts a running mean of its inputs, which is no buffer."""
+    """Subtracts a running mean of its inputs, which is not a buffer."""
 
     def __init__(self):
         super().__init__()

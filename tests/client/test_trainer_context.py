@@ -94,7 +94,7 @@ def test_what_cannot_be_logged_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=sentence):
             make_trainer(tmp_path, **options)
-    with pytest.raises(ValueError, match="log_clients holds 'x', which is no client"):
+    with pytest.raises(ValueError, match="log_clients holds 'x', which is not a client"):
         make_trainer(tmp_path, logger=CSVLogger(tmp_path), log_clients=["x"]).fit(Toy(), toy_data([8]))
     with pytest.warns(UserWarning, match="LearningRateMonitor logs inside clients"):
         make_trainer(tmp_path, [LearningRateMonitor()])

@@ -90,7 +90,7 @@ class Parametrized(ToyModule):
 
 
 class Skips(ToyModule):
-    """Steps that train nothing, and a buffer that is no running statistic."""
+    """Steps that train nothing, and a buffer that is not a running statistic."""
 
     def __init__(self) -> None:
         super().__init__()

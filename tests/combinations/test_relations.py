@@ -80,7 +80,7 @@ def relation(drawn: st.SearchStrategy[Any], few: int = 12, least: float = 0.3) -
 
 
 def floats(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries that are no integers."""
+    """Return the entries that are not integers."""
     return {name: value for name, value in state.items() if value.is_floating_point() or value.is_complex()}
 
 

@@ -54,12 +54,12 @@ def no_flower(monkeypatch, tmp_path):
             "trains nothing, and trainer.callbacks has LocalCheckpoint, GlobalCheckpoint. Take them out of the file",
         ),
         ((*SERVE, "--port=0"), "port=0 must be from 1 to 65535"),
-        ((*SERVE, "--host=203.0.113.1"), "host='203.0.113.1' is no address of this machine"),
+        ((*SERVE, "--host=203.0.113.1"), "host='203.0.113.1' is not an address of this machine"),
         ((*SERVE, "--port={free}"), "pip install flwr==1.41.0"),
-        (("site", "--config", CONFIG, "--superlink=fl.example.org", "--name=a"), "is no address of a server"),
-        (("site", "--config", CONFIG, "--superlink=https://x:1", "--name=a"), "is no address of a server"),
+        (("site", "--config", CONFIG, "--superlink=fl.example.org", "--name=a"), "is not an address of a server"),
+        (("site", "--config", CONFIG, "--superlink=https://x:1", "--name=a"), "is not an address of a server"),
         (("site", "--config", CONFIG, "--superlink=x:99999", "--name=a"), "a port from 1 to 65535"),
-        (("site", "--config", CONFIG, "--superlink=x:1", "--name=../a"), "is no name of a site"),
+        (("site", "--config", CONFIG, "--superlink=x:1", "--name=../a"), "is not a name of a site"),
         (
             ("site", "--config", CONFIG, "--superlink=x:1", "--name=a", "--clients=[]"),
             "clients=[]: a site has one client",
@@ -205,7 +205,7 @@ def test_a_port_that_is_taken_is_said_and_a_server_that_is_not_there(tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(socket, "create_connection", unknown)
         patch.setattr(socket, "getaddrinfo", unknown)
-        with pytest.raises(ConfigurationError, match="is no address of this machine"):
+        with pytest.raises(ConfigurationError, match="is not an address of this machine"):
             reach.check_port("no.such.host.invalid", port)
         assert "is not known" in reach.unreachable("no.such.host.invalid:1", None)
     reach.check_port("127.0.0.1", port)
@@ -229,7 +229,7 @@ def test_a_server_without_tls_and_a_damaged_authority(tmp_path):
         thread = threading.Thread(target=close, daemon=True)
         thread.start()
         assert reach.unreachable(place, None) is None
-        assert "is no certificate" in reach.unreachable(place, tmp_path / "ca.pem")
+        assert "is not a certificate" in reach.unreachable(place, tmp_path / "ca.pem")
 
 
 def test_the_log_of_a_program_is_read_as_it_grows(tmp_path):

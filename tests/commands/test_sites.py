@@ -93,7 +93,7 @@ def test_no_file_and_a_damaged_one_are_sentences(tmp_path, capsys):
     assert code == 2 and "There is no status.json" in text and "--folder" in text
     (tmp_path / FILE).write_bytes(b"\0\xff")
     code, text = shown(capsys, "--folder", str(tmp_path))
-    assert code == 2 and "is damaged: it is no JSON" in text and "Traceback" not in text
+    assert code == 2 and "is damaged: it is not JSON" in text and "Traceback" not in text
 
 
 @pytest.fixture

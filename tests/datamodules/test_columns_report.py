@@ -60,7 +60,7 @@ def test_the_command_shows_columns_and_images(tmp_path, capsys, monkeypatch):
     )
     assert main(["partition", "--config", "c.yaml", "--images=2"]) == 0
     shown = capsys.readouterr().out
-    assert "Kruskal-Wallis" in shown and "the samples are no images" in shown and "nan" not in shown
+    assert "Kruskal-Wallis" in shown and "the samples are not images" in shown and "nan" not in shown
     with open("partition/columns.csv") as file:
         lines = list(csv.DictReader(file))
     assert {line["column"] for line in lines} == {"age", "lactate", "sex", "dx", "unit", "ill"}

@@ -172,7 +172,7 @@ def test_hospitals_are_in_order_and_named_as_they_are(root, tmp_path):
 def test_a_file_that_is_no_table_is_refused(tmp_path):
     path = tmp_path / "processed.va.data"
     path.write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(ValueError, match="is no text in UTF-8"):
+    with pytest.raises(ValueError, match="is not text in UTF-8"):
         read_hospital(path)
     path.write_bytes(b"1," * 600_000)
     with pytest.raises(ValueError, match="more than 1048576 bytes"):
@@ -204,9 +204,9 @@ def test_columns_are_those_of_the_features(data):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"age": "NaN"}, r"processed.va.data, line 1: 'NaN' is no finite number"),
-        ({"chol": "1e400"}, "line 1: '1e400' is no finite number"),
-        ({"chol": "1e39"}, "line 1: '1e39' is no finite number of single precision"),
+        ({"age": "NaN"}, r"processed.va.data, line 1: 'NaN' is not a finite number"),
+        ({"chol": "1e400"}, "line 1: '1e400' is not a finite number"),
+        ({"chol": "1e39"}, "line 1: '1e39' is not a finite number of single precision"),
         ({"chol": "2_0"}, "line 1: could not convert string to float: '2_0'"),
         ({"num": -1}, "column 13 has values other than 0 to 4"),
         ({"num": 1.5}, "column 13 has values other than 0 to 4"),

@@ -79,6 +79,19 @@ def test_a_group_is_at_one_client_and_in_one_split():
     assert len(home) == 20
 
 
+def test_words_as_labels_are_numbered_by_all_rows_and_a_class_label_is_not():
+    """One record with another word gives all others other numbers: a callback that hides records refuses that."""
+    words, named = patients(), patients().cast_column("kind", datasets.ClassLabel(names=["ill", "well"]))
+    data, given = (HuggingFaceDataModule(table, "age", "kind", client="hospital") for table in (words, named))
+    for module in (data, given):
+        module.setup()
+    assert (
+        data.named_by_file == {"a ClassLabel of 'kind'": ["ill", "well"]}
+        and "a ClassLabel of 'kind'" in data.coupled_records
+    )
+    assert given.named_by_file == {} and not given.coupled_records and given.class_names == data.class_names
+
+
 def test_images_and_class_names():
     pixels = [np.full((4, 5, 3), 51 * (k % 5), dtype=np.uint8) for k in range(20)]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
@@ -123,7 +136,7 @@ def test_files_through_load_dataset(tmp_path, monkeypatch):
     (tmp_path / "files").mkdir()
     patients().to_csv(tmp_path / "files" / "train.csv")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    with pytest.raises(FileNotFoundError, match=r"is no folder of Dataset.save_to_disk.*download=True"):
+    with pytest.raises(FileNotFoundError, match=r"is not a folder of Dataset.save_to_disk.*download=True"):
         HuggingFaceDataModule(str(tmp_path / "files"), "age", "kind", client="hospital").setup()
     data = HuggingFaceDataModule(str(tmp_path / "files"), "age", "kind", client="hospital", download=True)
     data.setup()

@@ -80,7 +80,7 @@ def test_damaged_and_strange_files(root):
     with pytest.raises(ValueError, match=r"q0_0.png cannot be read as an image"):
         brightness(data, "b", "test")
     (root / "a" / "cat" / "notes.txt").write_text("")
-    with pytest.raises(ValueError, match=r"notes.txt is no image by its name"):
+    with pytest.raises(ValueError, match=r"notes.txt is not an image by its name"):
         ImageFolderDataModule(str(root)).setup()
 
 

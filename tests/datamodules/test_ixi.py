@@ -96,7 +96,7 @@ def test_strange_folders_and_missing_files(tmp_path):
     with pytest.raises(ValueError, match=r"IXI002-HH-0999: there already is IXI002-Guys-0800"):
         ready(root)
     extra.rename(extra.with_name("notes"))
-    with pytest.raises(ValueError, match=r"notes is no folder of IXI"):
+    with pytest.raises(ValueError, match=r"notes is not a folder of IXI"):
         ready(root)
     (tmp_path / "IXI_sample" / "notes").rmdir()
     next((tmp_path / "IXI_sample" / "IXI003-HH-0801" / "label").iterdir()).unlink()

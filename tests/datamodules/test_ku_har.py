@@ -80,9 +80,9 @@ def other_bytes(root):
     ("change", "match"),
     [
         (empty_file, "1002_A_3.csv is empty"),
-        (other_bytes, "1002_A_3.csv is no text in UTF-8"),
+        (other_bytes, "1002_A_3.csv is not text in UTF-8"),
         (short_line, "1002_A_3.csv, line 1: 3 cells, not 8 numbers"),
-        (other_file, "notes.csv is no recording by its name"),
+        (other_file, "notes.csv is not a recording by its name"),
     ],
 )
 def test_damaged_files_are_named(change, match, tmp_path):

@@ -132,10 +132,10 @@ def new_statement(rows):
     [
         (other_fold, r"sample 2: patient 0.0 is in folds 1 and 5"),
         (fold_eleven, "a strat_fold other than 1 to 10"),
-        (no_table, "sample 5: scp_codes 'NORM' is no table"),
-        (deep_table, r"sample 5: scp_codes '\[\[.* is no table"),
+        (no_table, "sample 5: scp_codes 'NORM' is not a table"),
+        (deep_table, r"sample 5: scp_codes '\[\[.* is not a table"),
         (same_file, "has the record 'records100/00000/00005_lr' on two lines"),
-        (half_fold, "sample 1: '1.5' in column 'strat_fold' is no whole number"),
+        (half_fold, "sample 1: '1.5' in column 'strat_fold' is not a whole number"),
         (new_statement, r"sample 5: statement 'XYZ' is not in scp_statements.csv"),
     ],
 )

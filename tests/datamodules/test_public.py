@@ -52,7 +52,7 @@ def digits(train: bool) -> Tensor:
 
 
 class OnDisk(Dataset[Any]):
-    """Samples that are no tensors in memory; `noise` makes every look another one."""
+    """Samples that are not tensors in memory; `noise` makes every look another one."""
 
     def __init__(self, x: Tensor, size: int | None = None, noise: float = 0.0) -> None:
         self.x, self.size, self.noise, self.reads = x, size or len(x), noise, 0

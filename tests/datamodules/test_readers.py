@@ -52,7 +52,7 @@ def test_sizes_in_headers_are_bounded_before_memory_is_taken(tmp_path):
     path.write_bytes(gzip.compress(header + struct.pack(">3I", 1000, 1, 1) + bytes(30_000_000)))
     refused("it has more")
     path.write_bytes(gzip.compress(header + struct.pack(">3I", 70_000, 28, 28) + bytes(30_000_000)))
-    refused("no file of this data set: .* it can have 60000 x 28 x 28 at most", most=(60_000, 28, 28))
+    refused("not a file of this data set: .* it can have 60000 x 28 x 28 at most", most=(60_000, 28, 28))
     path.write_bytes(header + struct.pack(">3I", 2**32 - 1, 2**32 - 1, 2**32 - 1))
     refused("it can have 1073741824 bytes at most")
 

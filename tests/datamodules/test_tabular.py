@@ -244,7 +244,7 @@ def test_a_number_for_no_label_is_no_class(tmp_path, mark):
 @pytest.mark.parametrize("cell", ['"{},5"', '"1,{:03}"', "{}%", "\u2212{}"])
 def test_numbers_that_are_written_otherwise_are_no_categories(tmp_path, cell):
     rows = patients(lambda row: [*row[:3], cell.format(row[0]), *row[4:]], 40)
-    with pytest.raises(ValueError, match=r"column 'dose' holds '.*', which is no number here: write it as 1234.5"):
+    with pytest.raises(ValueError, match=r"column 'dose' holds '.*', which is not a number here: write it as 1234.5"):
         ready(write(tmp_path, rows))
     assert len(ready(write(tmp_path, rows), categorical=["dose"]).feature_names) == 43
     with pytest.raises(ValueError, match=r"column 'dose' holds .* If it is a word, give task='classification'"):
@@ -289,7 +289,7 @@ def test_tables_of_other_countries(tmp_path, text, options, encoding):
 def test_what_could_be_either_is_asked_about(tmp_path):
     path = tmp_path / "klinik.csv"
     path.write_text("alter;dosis;klinik;tot\n63;1,500;a;1\n71;2,250;b;0\n58;1,700;b;1\n44;2,100;a;0\n")
-    with pytest.raises(ValueError, match=r"'1,500', which is no number here.* or give decimal: ','"):
+    with pytest.raises(ValueError, match=r"'1,500', which is not a number here.* or give decimal: ','"):
         TabularFederatedDataModule(path, "tot", "klinik").setup()
     path.write_bytes("größe;klinik;tot\n1;a;0\n".encode("cp1252"))
     with pytest.raises(ValueError, match=r"in UTF-8 .* or give its encoding: cp1252"):
@@ -301,10 +301,12 @@ def test_a_point_that_may_mark_thousands_is_no_fraction_beside_decimal_commas(tm
     path = tmp_path / "klinik.csv"
     lines = [f"{'950' if i % 2 else f'1.2{i:02d}'};{other};{'ab'[i % 2]};{i // 2 % 2}" for i in range(20)]
     path.write_text("\n".join(["units;dose;hospital;ill", *lines]))
-    with pytest.raises(ValueError, match=r"column 'units' holds '1.200', which is no number here.*marks of thousands"):
+    with pytest.raises(
+        ValueError, match=r"column 'units' holds '1.200', which is not a number here.*marks of thousands"
+    ):
         ready(path, drop=[], group=False, decimal=decimal)
     ready(path, drop=["units"], group=False, decimal=decimal)
-    with pytest.raises(ValueError, match=r"column 'units' holds '1.200', which is no number here"):
+    with pytest.raises(ValueError, match=r"column 'units' holds '1.200', which is not a number here"):
         numbers_of(path, read_table(path, Form(decimal=decimal))["units"])
 
 

@@ -90,7 +90,7 @@ def other_name(root):
         (other_shape, r"a2_s1_t1_skeleton.mat has shape \(9, 63\)"),
         (other_part, r"a2_s1_t1_inertial.mat cannot be read as a recording \(byte 184 begins a part of kind 51\)"),
         (beyond, r"a2_s1_t1_inertial.mat has a number beyond single precision, or far from all others"),
-        (other_name, "a28_s1_t1_inertial.mat is no inertial recording by its name"),
+        (other_name, "a28_s1_t1_inertial.mat is not a recording of inertial data by its name"),
     ],
 )
 def test_damaged_files_are_named(change, match, tmp_path):

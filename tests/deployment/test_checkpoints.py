@@ -72,7 +72,7 @@ def test_a_module_to_load_into_builds_its_layers_and_takes_every_weight(tmp_path
 
 
 class Counts(Toy):
-    """Has a state that is no tensor."""
+    """Has a state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ def made_by(number):
 
 
 class Holding(NormNet):
-    """Has attributes of all kinds that are no entries of its state."""
+    """Has attributes of all kinds that are not entries of its state."""
 
     def __init__(self):
         super().__init__()

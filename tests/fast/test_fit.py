@@ -23,7 +23,7 @@ from torch.utils.data import (
 from torchmetrics import Accuracy
 
 from fedlightning.assemble import CLIENT_PARTS
-from fedlightning.callbacks import APFL, SCAFFOLD, FedProx, FedRep
+from fedlightning.callbacks import APFL, SCAFFOLD, Ditto, FedProx, FedRep
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import Scorer
@@ -247,6 +247,90 @@ def test_modules_in_other_precisions(kind):
     if kind not in (LBFGS, Fused):
         plan = {} if kind is Manual else {"accumulate_grad_batches": 2}
         both(kind("momentum", dropout=0.2), make=fp16, local_epochs=2, **plan)
+
+
+# -- optimizers that go on -------------------------------------------------------------------------------------------
+class Remembers(Toy):
+    """Puts something of its own into a checkpoint, and reads it back beside its weights."""
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["visits"] = checkpoint.get("visits", getattr(self, "visits", 0)) + 1
+        checkpoint["norm"] = checkpoint["state_dict"]["net.0.weight"].norm()
+
+    def on_load_checkpoint(self, checkpoint):
+        self.visits = checkpoint["visits"]
+        checkpoint["state_dict"] = {k: v + 0.01 * self.visits for k, v in checkpoint["state_dict"].items()}
+
+    def on_train_epoch_end(self):
+        self.log("clock", float(self.trainer.global_step + 100 * self.current_epoch), on_epoch=True, on_step=False)
+
+
+class Counts(Callback):
+    """Has a state, and adds to the checkpoint."""
+
+    def __init__(self):
+        self.batches = 0
+
+    def on_train_batch_end(self, *args):
+        self.batches += 1
+
+    def state_dict(self):
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state):
+        self.batches = state["batches"]
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        checkpoint["seen"] = [self.batches, trainer.global_step]
+
+    def on_load_checkpoint(self, trainer, module, checkpoint):
+        assert checkpoint["seen"][0] == checkpoint["callbacks"][self.state_key]["batches"]
+
+
+KEPT = [
+    (Toy("adamw", dropout=0.3), EPOCHS, ()),
+    (Toy("onecycle"), STEPS, ()),
+    (Toy("steplr"), {"local_epochs": 1, "accumulate_grad_batches": 2, "lr_decay": 0.5}, ()),
+    (Manual(), {"local_steps": 5}, ()),
+    (Remembers("momentum"), {"local_epochs": 1}, (Counts(),)),
+    slow(Toy("momentum"), STEPS, ()),
+    slow(Skips("steplr"), EPOCHS, ()),
+    slow(Plateau(), {"local_epochs": 1}, ()),
+    slow(PlateauByStep(), EPOCHS, ()),
+    slow(LBFGS(), {"local_epochs": 1}, ()),
+    slow(Toy("adam"), EPOCHS, (Ditto(),)),
+    slow(Toy("adam"), EPOCHS, (APFL(),)),
+    slow(Toy("adam"), EPOCHS, (FedRep(personal=["net.3"]),)),
+]
+
+
+@pytest.mark.parametrize("module, work, callbacks", KEPT, ids=lambda value: type(value).__name__)
+def test_optimizers_schedulers_and_clocks_go_on(module, work, callbacks):
+    spy = both(module, callbacks, optimizer_state="keep", max_rounds=3, **work)
+    kept = spy.records[-1]["1"].lightning["fit"]
+    assert kept["steps"] == sum(r["1"].steps for r in spy.records) * (2 if isinstance(module, Manual) else 1)
+
+
+def test_a_gradient_scaler_goes_on():
+    both(NormNet("adam"), make=fp16, optimizer_state="keep", max_rounds=3, **EPOCHS)
+
+
+class Leaves(Toy):
+    """Asks for what only Lightning's Trainer has, from the third visit on."""
+
+    def on_train_start(self):
+        if self.trainer.current_epoch >= 4:
+            assert self.trainer.fit_loop is not None
+
+
+def test_either_loop_goes_on_from_what_the_other_has_kept():
+    runs, module = [], Leaves("adamw", dropout=0.3)
+    for loop in ("trainer", "auto"):
+        options = {"optimizer_state": "keep", "max_rounds": 4, **EPOCHS}
+        trainer, spy = spied(copy.deepcopy(module), toy_data(SIZES), local_loop=loop, **options)
+        runs.append([(update.state, update.metrics) for update in spy.updates])
+        runs[-1].append([record.lightning for record in spy.records[-1].values()])
+    assert alike(*runs) and "trainer.fit_loop is used" in trainer.federation.engine.runner.loop.used
 
 
 class Logs(Toy):
@@ -504,7 +588,6 @@ class BringsItsOwn(Toy):
 
 REFUSALS = [
     (BringsItsOwn, {"sanity_check": True, "evaluation": 1}, "BringsItsOwn overrides configure_callbacks"),
-    (Toy, {"optimizer_state": "keep"}, "optimizer_state='keep' is restored by Lightning's own checkpoint"),
     (Toy, {"check_val_every_n_epoch": 1}, "check_val_every_n_epoch asks for validation"),
     (Toy, {"profiler": "simple"}, "profiler='simple' measures Lightning's own loop"),
     (Toy, {"callbacks": [Timer("00:01:00:00")]}, "the callback Timer steers Lightning's own loop"),
@@ -623,7 +706,7 @@ def test_scores_are_those_of_the_trainer(settings):
     slow, fast = Scorer(slow_blueprint), Scorer(blueprint)
     for kind in (Toy, NormNet, Scores, LossOnly, Curious):
         module = slow_blueprint.convert(kind()).train()
-        for split in ("val", "test", "val"):  # the second time it is no trial
+        for split in ("val", "test", "val"):  # the second time it is not a trial
             for client in "01":
                 loader = data.client_dataloader(client, split)
                 expected = slow.score(copy.deepcopy(module), loader, split)

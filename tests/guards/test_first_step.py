@@ -110,8 +110,8 @@ def test_sparse_gradients_do_as_dense_ones(callback):
 @pytest.mark.parametrize(
     ("module", "callback", "sentence"),
     [
-        (NeedsTrainer, SCAFFOLD(), r"AdamW's movement is no sum of gradients\. Use SCAFFOLD\(option=1\)"),
-        (MadeInSetup, SCAFFOLD(), r"AdamW's movement is no sum of gradients\. Use SCAFFOLD\(option=1\)"),
+        (NeedsTrainer, SCAFFOLD(), r"AdamW's movement is not a sum of gradients\. Use SCAFFOLD\(option=1\)"),
+        (MadeInSetup, SCAFFOLD(), r"AdamW's movement is not a sum of gradients\. Use SCAFFOLD\(option=1\)"),
         (SparseOnly, FedProx(mu=0.1), r"'embedding\.weight' of SparseOnly are sparse, FedProx adds"),
         (SparseOnly, FedSAM(), r"'embedding\.weight' of SparseOnly are sparse, FedSAM adds"),
     ],

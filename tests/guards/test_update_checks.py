@@ -38,7 +38,7 @@ FAULTS = {
         lambda u: setattr(u, "num_samples", 10**12),
         "num_samples is 1000000000000, but the client has",
     ),
-    "negative samples": (lambda u: setattr(u, "num_samples", -5), "num_samples is -5, which is no count"),
+    "negative samples": (lambda u: setattr(u, "num_samples", -5), "num_samples is -5, which is not a count"),
     "sparse": (lambda u: u.state.update({NAME: u.state[NAME].to_sparse()}), "is not a dense tensor with values"),
     "no values": (lambda u: u.state.update({NAME: u.state[NAME].to("meta")}), "is not a dense tensor with values"),
     "no arithmetic": (lambda u: u.state.update({NAME: u.state[NAME].to(torch.float8_e4m3fn)}), "it cannot be checked"),
@@ -46,7 +46,7 @@ FAULTS = {
     "metrics": (lambda u: setattr(u, "metrics", {"train_loss": "low"}), "its metrics are not numbers by name"),
     "origin": (lambda u: setattr(u, "origin", ["global"]), r"its origin is \['global'\]"),
     "gaps": (lambda u: setattr(u, "gaps", [3]), "its gaps are not a list of 4 values each"),
-    "half a step": (lambda u: setattr(u, "steps", 1.5), "steps is 1.5, which is no count"),
+    "half a step": (lambda u: setattr(u, "steps", 1.5), "steps is 1.5, which is not a count"),
 }
 
 

@@ -122,7 +122,7 @@ def test_a_norm_that_an_order_leaves_out_stays_behind_its_predecessor():
 
 def test_an_order_by_hand():
     assert names(Net(), ["conv", "norm", "fc"]) == ["conv", "fc", "head"]
-    with pytest.raises(ValueError, match=r"'conf' is no layer of Net\. Close matches: 'conv'"):
+    with pytest.raises(ValueError, match=r"'conf' is not a layer of Net\. Close matches: 'conv'"):
         ordered_layers(Net(), ["conf"])
 
 

@@ -158,7 +158,7 @@ def test_canaries_are_as_many_as_have_the_power():
     assert canaries_for(0.8, 2000, 3.0, 0.0, 0.0, 0.95) == 100  # they have more
     assert canaries_for(0.8, 60, 1.0, 0.5, 0.0, 0.95) == 60  # there are no more
     assert canaries_for(0.99, 120, 1.0, 0.5, 0.0, 0.95) <= 120
-    with pytest.raises(ValueError, match="power=1 is no probability"):
+    with pytest.raises(ValueError, match="power=1 is not a probability"):
         canaries_for(1.0, 60, 1.0, 0.5, 0.0, 0.95)
 
 

@@ -346,7 +346,7 @@ def test_records_and_saved_states_hold_no_frozen_network(tmp_path):
 
 
 def test_a_changed_frozen_entry_is_kept_by_its_client():
-    """FLoRA merges into the network: what it has changed is no base any more."""
+    """FLoRA merges into the network: what it has changed is not a base any more."""
     trainer = federate(HFModule(llama(), lr=1e-2), texts(), [FLoRA(r=2, target_modules=["q_proj"])], max_rounds=2)
     kept = set(trainer.store.get("a").personal)
     assert {name for name in kept if name.endswith("base_layer.weight")} == {

@@ -254,7 +254,7 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert "Unseen clients" in told and "client '7' (training, 1x, left out): its disk is full. All are in onb" in told
     assert main(["onboard", "--run", folder, "--newcomers", "nowhere.yaml"]) == 2
     assert main(["onboard", "--run", folder, "--newcomers", quick]) == 0  # two of its ten clients bear new names
-    assert "is no YAML file" in capsys.readouterr().err
+    assert "is not a YAML file" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def visit(trainer, **fields):
 def test_a_message_that_asks_for_private_entries_is_a_failed_visit(algorithm, full, private, work):
     trainer = run(algorithm, full=full)
     leaving = make_outgoing_filter(trainer.server.blueprint, "site0")
-    assert not leaving.is_whole and leaving.entries
+    assert leaving.private and leaving.entries
     private = private or sorted(leaving.private)[0]
     shared = sorted(leaving.entries)[0]
     state = {name: trainer.server.model[name] for name in leaving.entries}
@@ -179,7 +179,7 @@ def test_running_statistics_leave_only_where_they_are_averaged(buffers):
     leaving = make_outgoing_filter(server.blueprint, "site0")
     assert leaving.entries == set(server.returned_names())
     assert {server.kinds[name] for name in leaving.private} == {"float_buffer", "int_buffer"}
-    assert make_outgoing_filter(server.blueprint, POOLED).is_whole
+    assert not make_outgoing_filter(server.blueprint, POOLED).private
 
 
 def test_a_method_that_needs_the_server_for_its_answer_is_refused_before_round_1():
@@ -194,7 +194,7 @@ def test_a_method_that_needs_the_server_for_its_answer_is_refused_before_round_1
         def wire(self, module):
             return Wire(entries=["body"])
 
-    assert not make_outgoing_filter(_built(Says()), "site0").is_whole
+    assert make_outgoing_filter(_built(Says()), "site0").private
 
 
 def _built(algorithm, **arguments):
@@ -209,5 +209,5 @@ def test_the_catalogue_says_what_can_leave(row):
     case = next(case for case in CASES.values() if type(case.algorithm).__name__ == row.name)
     arguments = {name: value for name, value in case.arguments.items() if name == "full"}
     leaving = make_outgoing_filter(_built(copy.deepcopy(case.algorithm), **arguments), "site0")
-    assert row.leaves.startswith(WHOLE) == leaving.is_whole
+    assert row.leaves.startswith(WHOLE) == (not leaving.private)
     assert row.leaves.startswith("no entry") == (not leaving.entries)

@@ -104,7 +104,7 @@ def rewrite(path: Path, change: Any) -> None:
 
 
 def rewrite_values(path: Path, change: Any) -> None:
-    """Change the values in a file of a state; what is no dict then is written all the same."""
+    """Change the values in a file of a state; what is not a dict then is written all the same."""
     writer = Writer("it")
     text = writer.text(writer.node(change(load(path))))
     path.write_bytes(b"".join(layout(text, writer.tensors)))

@@ -96,7 +96,7 @@ def test_a_damaged_newest_state_gives_way_to_the_one_before(interrupted, tmp_pat
 def test_a_manifest_that_is_none_gives_way_too(interrupted, tmp_path):
     root, last = copy_of(interrupted, tmp_path)
     (last / MANIFEST).write_text("{}")
-    with pytest.warns(UserWarning, match=r"manifest\.json is no manifest\. The state before it"):
+    with pytest.warns(UserWarning, match=r"manifest\.json is not a manifest\. The state before it"):
         same_run(go_on(root), interrupted[1])
 
 
@@ -140,7 +140,7 @@ def test_a_digit_changed_in_the_manifest_is_noticed(interrupted, tmp_path):
     cut, whole = interrupted
     shutil.copytree(cut, tmp_path, dirs_exist_ok=True)
     edited(next(tmp_path.glob(f"run/*/checkpoints/last/{MANIFEST}")))
-    with pytest.warns(UserWarning, match=r"is no manifest: it is not what was written.* after round 2, is used"):
+    with pytest.warns(UserWarning, match=r"is not a manifest: it is not what was written.* after round 2, is used"):
         same_run(go_on(tmp_path), whole)
 
 

@@ -240,7 +240,7 @@ def test_one_bit_of_an_exported_checkpoint(run, tmp_path, place):
     path = shutil.copy(run / "checkpoints" / "global.ckpt", tmp_path / "global.ckpt")
     path.write_bytes(mutated(path.read_bytes(), [("flip", place, 1)]))
     with pytest.raises(
-        UnreadableError, match=r"global\.ckpt is no checkpoint that a run exported: its bytes are not those"
+        UnreadableError, match=r"global\.ckpt is not a checkpoint that a run exported: its bytes are not those"
     ):
         fedlightning.load(path, trust=["tests"])
 

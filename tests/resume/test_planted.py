@@ -148,7 +148,7 @@ def test_a_manifest_names_files_of_its_folder_only(run, file):
     for changes in ({"server": file}, {"clients": {"0": file}}):
         sign(last, **changes)
         with pytest.raises(
-            DamagedStateError, match=r"is no manifest: it names the file .*, which is not in its folder"
+            DamagedStateError, match=r"is not a manifest: it names the file .*, which is not in its folder"
         ):
             resume(run.parents[1])
 
@@ -161,7 +161,7 @@ def test_a_manifest_names_files_of_its_folder_only(run, file):
 )  # fmt: skip
 def test_a_manifest_of_other_types_is_refused_in_a_sentence(run, changes):
     sign(run / "checkpoints" / "last", **changes)
-    with pytest.raises(DamagedStateError, match=r"manifest\.json is no manifest"):
+    with pytest.raises(DamagedStateError, match=r"manifest\.json is not a manifest"):
         resume(run.parents[1])
 
 
@@ -243,7 +243,7 @@ def test_a_pickled_module_is_not_opened_even_with_trust(tmp_path):
 
     pickled = torch.frombuffer(bytearray(pickle.dumps(Wrapper())), dtype=torch.uint8)
     path = exported(tmp_path, lambda own: own | {"wrapped": pickled})
-    with pytest.raises(UnreadableError, match="it holds a Tensor in the place of a module's text"):
+    with pytest.raises(UnreadableError, match="it holds a Tensor in place of a module's text"):
         fedlightning.load(path, trust=True)
 
 

@@ -71,7 +71,7 @@ def test_every_test_score_is_that_of_its_own_model(name, engine):
 
 
 class Zeros(FederatedCallback):
-    """Deploys at every client a model that knows nothing, in the place of the one that travels."""
+    """Deploys at every client a model that knows nothing, in place of the one that travels."""
 
     def personal_module(self, client, stage):
         module = client.copy_module()

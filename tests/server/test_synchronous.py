@@ -76,7 +76,7 @@ def test_nobody_is_an_answer():
         assert torch.equal(trainer.server.model[name], value + 1.0)
 
 
-@pytest.mark.parametrize(("named", "what"), [(["0", "0"], "twice"), (["9"], "'9', which is no client")])
+@pytest.mark.parametrize(("named", "what"), [(["0", "0"], "twice"), (["9"], "'9', which is not a client")])
 def test_wrong_participants_are_refused(named, what):
     with pytest.raises(ConfigurationError, match=what):
         federate(Toy(), toy_data(), [Chosen([named])], max_rounds=1)

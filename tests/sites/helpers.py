@@ -151,7 +151,7 @@ def tasks_in(request: bytes) -> list[Any]:
 
 
 def answers_in(reply: bytes) -> list[Any]:
-    """Return the answers to tasks that a reply holds; `None` in the place of one that was refused or not carried out."""
+    """Return the answers to tasks that a reply holds; `None` in place of one that was refused or not carried out."""
     return [read(part).get("answer") for part in _parts(reply)]
 
 

@@ -265,7 +265,7 @@ def test_another_version_of_torch_at_a_site_is_said(tmp_path):
 
 @pytest.mark.parametrize("how", ["list", "tensor", "buffer", "array"])
 def test_a_value_that_a_module_holds_is_compared(tmp_path, how):
-    """Weights of a loss are no plain option and do not travel: other ones at a site would train another model."""
+    """Weights of a loss are not a plain option and do not travel: other ones at a site would train another model."""
 
     def hold(site, value):
         module = site._blueprint.template
@@ -318,11 +318,11 @@ def test_what_a_site_does_not_carry_out(tmp_path):
     assert "do not leave" in asked(site, session, Deploy(message))["refused"]
     assert "do not leave" in asked(site, session, Deploy(message, write=True, folder="/etc"))["refused"]
     assert "has no client 'site1'" in asked(site, session, Deploy(Message(0, "site1", {}, ()), write=True))["refused"]
-    assert "is no task" in asked(site, session, message)["refused"]
+    assert "is not a task" in asked(site, session, message)["refused"]
     assert "is not in" in asked(site, session, Deploy(message, write=True), version="0" * 32)["refused"]
-    assert "no names of a run" in asked(site, session, Deploy(message, write=True), version="../../etc")["refused"]
+    assert "not names of a run" in asked(site, session, Deploy(message, write=True), version="../../etc")["refused"]
     assert "no site does" in read(site.answer(write({"do": "shell", "session": session})))["refused"]
-    assert "no request" in read(site.answer(write([1])))["refused"]
+    assert "not a request" in read(site.answer(write([1])))["refused"]
     assert "refused" in read(site.answer(b"\0" * 30))
 
 

@@ -46,7 +46,7 @@ def test_what_a_server_shows_while_a_run_goes_on(tmp_path):
     """At a visit of round 2 the file has both sites, what they do, and the failure of round 1."""
     line, said, seen = Line(sites(tmp_path / "sites")), [], []
     failures = [{"client": "site1"}, {"client": "site1"}, {"client": "site0"}]
-    own = log(tmp_path, said, run=lambda: Run("runs/x", 1, 2, failures), known=["basel", NAMES[0]])
+    own = log(tmp_path, said, run=lambda: Run("runs/x", 1, 2, failures), site_names=["basel", NAMES[0]])
 
     def watched(name, data):
         if any(round == 1 for round, _ in updates_of(data)):
@@ -206,7 +206,7 @@ def test_a_site_that_started_anew_does_not_count_twice(tmp_path):
 def test_names_that_are_none(tmp_path, name):
     parts = sites(tmp_path / "sites")
     parts["1"].name = name
-    with pytest.raises(ConfigurationError, match="is no name of a site") as refused:
+    with pytest.raises(ConfigurationError, match="is not a name of a site") as refused:
         at_sites(Line(parts), tmp_path / "server")
     assert str(refused.value).isprintable()
 

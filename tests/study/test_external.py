@@ -100,7 +100,7 @@ def test_the_page_has_the_section_in_the_order_of_tripod(study, tmp_path):
         "external-subgroups",
     ]
     places = [page.index(f'id="table-{name}"') for name in parts]
-    assert places == sorted(places) and places[-1] < page.index("they are no sample of sites")
+    assert places == sorted(places) and places[-1] < page.index("they are not a sample of sites")
 
 
 def table(path, rows=90):

@@ -157,18 +157,18 @@ def test_weights_from_a_file(tmp_path):
     assert mixing_weights(str(tmp_path / "weights.csv"), graph).tolist() == [[0.5, 0.5], [0.5, 0.5]]
     for content in (b"a,b\n0.5,0.5\n", b"\xff,1\n", b"0_1,1\n"):
         (tmp_path / "weights.csv").write_bytes(content)
-        with pytest.raises(ValueError, match=r"weights.csv' is no table of numbers"):
+        with pytest.raises(ValueError, match=r"weights.csv' is not a table of numbers"):
             mixing_weights(str(tmp_path / "weights.csv"), graph)
 
 
 @pytest.mark.parametrize(
     ("topology", "sentence"),
     [
-        ([["a", "b", "c"]], "is no edge"),
+        ([["a", "b", "c"]], "is not an edge"),
         ([["a", "a"]], "edge from 'a' to itself"),
         ([[0, 1, 0], [0, 0, 0], [0, 0, 0]], "connects client 'b' to 'a' in one direction only|in one direction only"),
         ("nowhere.csv", "there is no such file"),
-        ("erdos_renyi", "edge_probability=2 is no probability"),
+        ("erdos_renyi", "edge_probability=2 is not a probability"),
     ],
 )
 def test_graphs_that_are_none(topology, sentence):

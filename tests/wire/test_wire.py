@@ -308,7 +308,7 @@ FORGED = {
     "overlap": forged(_0=place("U8", (2,), 0, 2), _1=place("U8", (2,), 1, 3), data=b"abc"),
     "a gap": forged(_0=place("U8", (1,), 1, 2), data=b"ab"),
     "bytes too many": forged(data=b"ab"),
-    "a name that is no number": forged(_w=place()),
+    "a name that is not a number": forged(_w=place()),
     "a truth value of 2": forged(_0=place("BOOL", (1,), 0, 1), data=b"\2"),
     "a tensor that is not there": forged({"tensor": 0}),
     "a tensor of truth": forged({"tensor": False}, _0=place()),

@@ -283,5 +283,5 @@ def test_the_head_can_be_named_where_it_is_not_the_last():
     verify(module, plan_cuts(module, "net.head"), first_units(0.5), run)
     with pytest.raises(ValueError, match=r"A sub-model of Holder does not"):
         verify(module, plan_cuts(module), first_units(0.3), run)
-    with pytest.raises(ValueError, match=r"The head `net` of Holder is no Linear"):
+    with pytest.raises(ValueError, match=r"The head `net` of Holder is not a Linear"):
         plan_cuts(module, "net")

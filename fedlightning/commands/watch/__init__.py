@@ -29,11 +29,11 @@ examples:
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    made = Parser("watch", "FOLDER", DESCRIPTION, EXAMPLES)
-    made.add_argument("folder", type=Path, help="folder of a run, of runs, or of an experiment")
-    made.add_argument("--port", type=int, default=0, help="port of the page; default: a free one")
-    made.add_argument("--open", action="store_true", help="open the page in the browser")
-    return made
+    command = Parser("watch", "FOLDER", DESCRIPTION, EXAMPLES)
+    command.add_argument("folder", type=Path, help="folder of a run, of runs, or of an experiment")
+    command.add_argument("--port", type=int, default=0, help="port of the page; default: a free one")
+    command.add_argument("--open", action="store_true", help="open the page in the browser")
+    return command
 
 
 def watch(words: Sequence[str]) -> int:

@@ -59,13 +59,13 @@ class Watched:
 
     def _studies(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the lists of runs here, each with its place."""
-        found = []
+        studies = []
         for path in sorted(path for level in LEVELS for path in self.folder.glob(f"{level}{STUDY_FILE}")):
             try:
-                found.append((path.parent.relative_to(self.folder).as_posix(), read_study_file(path)))
+                studies.append((path.parent.relative_to(self.folder).as_posix(), read_study_file(path)))
             except (OSError, UnreadableError):  # it is being replaced, or is somebody else's
                 continue
-        return found
+        return studies
 
     def _entries(self, studies: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, str, dict[str, Any]]]:
         return [

@@ -131,7 +131,7 @@ class RunFiles:
         seconds = sum(entry.get("seconds", 0.0) for entry in history)
         recent = [entry.get("seconds", 0.0) for entry in history[-RECENT:]]
         each = sum(recent) / len(recent) if recent else None
-        clients = sorted(self.scores.clients.values(), key=lambda one: natural(one["client"]))
+        clients = sorted(self.scores.clients.values(), key=lambda client: natural(client["client"]))
         counts: dict[str, int] = {}
         for failure in failures:
             counts[str(failure.get("client"))] = counts.get(str(failure.get("client")), 0) + 1
@@ -149,7 +149,7 @@ class RunFiles:
             "bytes_down": sum(entry.get("bytes_down", 0) for entry in history),
             "epsilon": self._epsilon(),
             "curves": {name: self._curve(name) for name in in_importance(self.scores.curves)},
-            "clients": [one | {"failures": counts.get(one["client"], 0)} for one in clients[:SHOWN_CLIENTS]],
+            "clients": [client | {"failures": counts.get(client["client"], 0)} for client in clients[:SHOWN_CLIENTS]],
             "num_clients": max(len(clients), len(extra.get("clients") or [])),
             "failures": failures[-SHOWN_FAILURES:][::-1],
             "num_failures": len(failures),
@@ -163,13 +163,17 @@ class RunFiles:
     def max_rounds(self) -> int:
         """Return the rounds that the run is to have; without a configuration those that it had."""
         trainer = self._trainer()
-        told = 1 if trainer.get("fast_dev_run") else trainer.get("max_rounds")
-        return told if isinstance(told, int) else max(self.scores.round, 1)
+        rounds = 1 if trainer.get("fast_dev_run") else trainer.get("max_rounds")
+        return rounds if isinstance(rounds, int) else max(self.scores.round, 1)
 
     def methods(self) -> list[str]:
         """Return the names of the callbacks, but those that only keep or stop."""
         callbacks = self._trainer().get("callbacks") or []
-        names = [str(one.get("class_path", "")).rpartition(".")[2] for one in callbacks if isinstance(one, dict)]
+        names = [
+            str(callback.get("class_path", "")).rpartition(".")[2]
+            for callback in callbacks
+            if isinstance(callback, dict)
+        ]
         return [name for name in names if name and not name.endswith(("Checkpoint", "Stopping"))]
 
     def _trainer(self) -> dict[str, Any]:

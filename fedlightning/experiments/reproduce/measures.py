@@ -422,7 +422,8 @@ def fault_of(spec: Spec, config: Mapping[str, Any], clients: Collection[str]) ->
     over = str(options.get("over", ""))
     client = options.get("client") or (over.removeprefix(CLIENT) if over.startswith(CLIENT) else None)
     if client is not None and clients and client not in clients:
-        return f"is of client '{client}', and the clients are {listed(sorted(clients, key=natural))}"
+        ids: list[str] = sorted(clients, key=natural)
+        return f"is of client '{client}', and the clients are {listed(ids)}"
     return None
 
 

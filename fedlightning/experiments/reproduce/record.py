@@ -191,8 +191,8 @@ def moved_goals(table: Table) -> list[str]:
 def lost(table: Table, lines: Sequence[Line], seeds: Sequence[int]) -> list[str]:
     """Return a sentence for every cell and order that once agreed and does not now.
 
-    What is not run because data, a package or a set are missing is no loss; a run that failed is one. With fewer seeds than
-    were recorded an inconclusive cell is no loss either.
+    What is not run because data, a package or a set are missing is not a loss; a run that failed is one. With fewer seeds
+    than were recorded an inconclusive cell is not a loss either.
     """
     now, sentences = {line.name: line for line in lines}, []
     for name, old in read_record(table.path).items():

@@ -35,7 +35,7 @@ def curves(
         whole: Whether x is counted.
         limits: Ends of the y axis.
         log: Whether the y axis is logarithmic.
-        runs: Method -> points of each run, drawn as thin lines in the place of bands: few runs have intervals that reach
+        runs: Method -> points of each run, drawn as thin lines in place of bands: few runs have intervals that reach
             far beyond any value.
     """
     figure, axes = panel()

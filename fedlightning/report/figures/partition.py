@@ -50,5 +50,5 @@ def partition_bars(clients: Sequence[str], counts: Sequence[Sequence[int]], clas
 
 
 def colour_of(index: int, count: int) -> Any:
-    """Return the colour of one of several classes, clusters or clients, which are no methods."""
+    """Return the colour of one of several classes, clusters or clients, which are not methods."""
     return CLASSES[index] if count <= len(CLASSES) else colormaps["viridis"](index / (count - 1))

@@ -49,16 +49,16 @@ def architectures(context: Context) -> Section | None:
 
 def _dots(context: Context, rows: Sequence[Row], key: str, prefix: str, title: str, axis: str) -> Picture | None:
     """Draw one number of every line with its interval; `None` if no line has it."""
-    found = [row for row in rows if is_number(row[key])]
-    if not found:
+    numbered = [row for row in rows if is_number(row[key])]
+    if not numbered:
         return None
     lines = [
-        context.line(row["method"], [Dot(row[key], interval_of(row, f"{prefix}ci95"))], _name(row)) for row in found
+        context.line(row["method"], [Dot(row[key], interval_of(row, f"{prefix}ci95"))], _name(row)) for row in numbered
     ]
-    said = summary([(_name(row), row[key]) for row in found])
+    words = summary([(_name(row), row[key]) for row in numbered])
     name = "architectures" if key == "mean" else f"architectures-{key}"
     return context.picture(
-        name, title, f"Dots: {title.lower()}: {said}.", lambda: dot_plot(lines, axis, zero=key == "gain")
+        name, title, f"Dots: {title.lower()}: {words}.", lambda: dot_plot(lines, axis, zero=key == "gain")
     )
 
 

@@ -114,37 +114,43 @@ def _gains(context: Context, clients: Sequence[str]) -> Gallery | None:
 
 def matrices(context: Context) -> Section | None:
     """Show the score of each client's model (rows) on each client's test data (columns)."""
-    found = {row["method"]: context.study.matrix(row["method"]) for row in context.overview if row["n_seeds"]}
-    found = {method: matrix for method, matrix in found.items() if matrix and _mean(matrix, own=False) is not None}
-    if not found:
+    matrix_by_method = {
+        row["method"]: context.study.matrix(row["method"]) for row in context.overview if row["n_seeds"]
+    }
+    matrix_by_method = {
+        method: matrix
+        for method, matrix in matrix_by_method.items()
+        if matrix and _mean(matrix, diagonal=False) is not None
+    }
+    if not matrix_by_method:
         return None
-    values = [value for matrix in found.values() for value in _numbers(matrix)]
+    values = [value for matrix in matrix_by_method.values() for value in _numbers(matrix)]
     limits = (min(values), max(values)) if max(values) > min(values) else (min(values) - 0.5, max(values) + 0.5)
     pictures = [
         context.picture(
             f"matrix-{context.slugs[method]}",
             method,
             f"Heat map: {context.metric} of each client's {method} model (rows) on each client's test data (columns): "
-            + summary([("own data", _mean(matrix, own=True)), ("others' data", _mean(matrix, own=False))]),
+            + summary([("own data", _mean(matrix, diagonal=True)), ("others' data", _mean(matrix, diagonal=False))]),
             partial(heat_map, matrix["clients"], matrix["values"], f"test {context.metric}", limits),
         )
-        for method, matrix in found.items()
+        for method, matrix in matrix_by_method.items()
     ]
-    own, others = ("bright", "dark") if context.higher else ("dark", "bright")
+    tone, others = ("bright", "dark") if context.higher else ("dark", "bright")
     return context.section(
         "matrix",
         "Every model on every client's data",
         "Matrix",
-        [context.gallery(pictures, _matrix_table(context, found), "All maps share one scale of colours.")],
-        f"How well a client's model generalises to the other clients. A {own} diagonal on a {others} ground is a model that "
-        "fits its own client only; an even map is one model for all.",
+        [context.gallery(pictures, _matrix_table(context, matrix_by_method), "All maps share one scale of colours.")],
+        f"How well a client's model generalises to the other clients. A {tone} diagonal on a {others} ground is a model "
+        "that fits its own client only; an even map is one model for all.",
     )
 
 
-def _matrix_table(context: Context, found: Mapping[str, Mapping[str, Any]]) -> Table:
-    names = next(iter(found.values()))["clients"]
+def _matrix_table(context: Context, matrix_by_method: Mapping[str, Mapping[str, Any]]) -> Table:
+    names = next(iter(matrix_by_method.values()))["clients"]
     rows: list[dict[str, Any]] = []
-    for method, matrix in found.items():
+    for method, matrix in matrix_by_method.items():
         for source, line in zip(matrix["clients"], matrix["values"], strict=True):
             place = matrix["clients"].index(source)
             others = [value for i, value in enumerate(line) if i != place and is_number(value)]
@@ -178,8 +184,8 @@ def _numbers(matrix: Mapping[str, Any]) -> list[float]:
     return [value for line in matrix["values"] for value in line if is_number(value)]
 
 
-def _mean(matrix: Mapping[str, Any], own: bool) -> float | None:
+def _mean(matrix: Mapping[str, Any], diagonal: bool) -> float | None:
     """Return the mean score on clients' own data, or on that of the others."""
     lines = enumerate(matrix["values"])
-    values = [v for i, line in lines for j, v in enumerate(line) if (i == j) == own and is_number(v)]
+    values = [v for i, line in lines for j, v in enumerate(line) if (i == j) == diagonal and is_number(v)]
     return float(np.mean(values)) if values else None

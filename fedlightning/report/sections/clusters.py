@@ -95,10 +95,10 @@ def clusters(context: Context) -> Section | None:
     ]  # fmt: skip
     notes = ["A client is in the cluster that it belongs to most. A cluster that is divided counts as a change for all who "
              "are in one with a new name."]  # fmt: skip
-    known = any(row["agreement"] is not None for row in rows)
+    planted = any(row["agreement"] is not None for row in rows)
     notes += [
         "Agreement: adjusted Rand index of the last clusters and the groups that the data module planted."
-    ] * known
+    ] * planted
     table = context.table("clusters", "Clusters of each method, means over clients", columns, rows, notes, _silent)
     return context.section(
         "clusters",
@@ -157,7 +157,7 @@ def _sizes(lines: list[dict[str, Any]]) -> str:
     sizes: dict[str, int] = {}
     for line in lines:
         sizes[line["cluster"]] = sizes.get(line["cluster"], 0) + 1
-    listed = [f"{number(count, 0)} in {name}" for name, count in sorted(sizes.items(), key=lambda one: -one[1])]
+    listed = [f"{number(count, 0)} in {name}" for name, count in sorted(sizes.items(), key=lambda pair: -pair[1])]
     return ", ".join(listed[:12]) + (f", and {len(listed) - 12} more clusters" if len(listed) > 12 else "")
 
 

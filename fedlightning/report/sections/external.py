@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ Curves = Mapping[str, Mapping[str, Any]]
 """By site and method: what :func:`fedlightning.study.external.curves_of` returns."""
 
 
-def calibration_curves(found: Curves, styles: Mapping[str, Style]) -> Figure:
+def calibration_curves(curves: Curves, styles: Mapping[str, Style]) -> Figure:
     """Draw the share of events against the mean predicted probability of each bin; a perfect curve is the diagonal."""
 
     def draw(axes: Axes, methods: Mapping[str, Any], names: Mapping[str, str]) -> None:
@@ -38,10 +39,10 @@ def calibration_curves(found: Curves, styles: Mapping[str, Style]) -> Figure:
         axes.set_xlim(-0.03, 1.03)
         axes.set_ylim(-0.03, 1.03)
 
-    return _panels(found, draw, "predicted probability", "share with the event")
+    return _panels(curves, draw, "predicted probability", "share with the event")
 
 
-def decision_curves(found: Curves, styles: Mapping[str, Style]) -> Figure:
+def decision_curves(curves: Curves, styles: Mapping[str, Style]) -> Figure:
     """Draw the net benefit over thresholds, beside that of treating all and of treating none."""
 
     def draw(axes: Axes, methods: Mapping[str, Any], names: Mapping[str, str]) -> None:
@@ -55,7 +56,7 @@ def decision_curves(found: Curves, styles: Mapping[str, Style]) -> Figure:
         axes.set_xlim(0, 1)
         axes.set_ylim(-0.25 * max(top, 0.05), 1.1 * max(top, 0.05))  # what treating all loses has no lower end
 
-    return _panels(found, draw, "threshold probability", "net benefit")
+    return _panels(curves, draw, "threshold probability", "net benefit")
 
 
 def _plot(axes: Axes, style: Style, x: Any, y: Any, label: str, marker: str = "") -> None:
@@ -63,10 +64,10 @@ def _plot(axes: Axes, style: Style, x: Any, y: Any, label: str, marker: str = ""
 
 
 def _panels(
-    found: Curves, draw: Callable[[Axes, Mapping[str, Any], Mapping[str, str]], None], xlabel: str, ylabel: str
+    curves: Curves, draw: Callable[[Axes, Mapping[str, Any], Mapping[str, str]], None], xlabel: str, ylabel: str
 ) -> Figure:
-    sites = sorted(found, key=lambda site: -next(iter(found[site].values()))["samples"])[:MOST_PANELS]
-    names = short_names(dict.fromkeys(method for site in sites for method in found[site]), 20)
+    sites = sorted(curves, key=lambda site: -next(iter(curves[site].values()))["samples"])[:MOST_PANELS]
+    names = short_names(dict.fromkeys(method for site in sites for method in curves[site]), 20)
     titles = short_names(sites, 16)  # beside its samples, one must not reach the next panel
     lines = -(-len(sites) // COLUMNS)
     figure = Figure(figsize=(5.0, 0.5 + 2.0 * lines), layout="constrained")
@@ -77,8 +78,8 @@ def _panels(
             axes.axis("off")
             continue
         site = sites[place]
-        draw(axes, found[site], names)
-        axes.set_title(f"{titles[site]} ({next(iter(found[site].values()))['samples']} samples)", fontsize=9)
+        draw(axes, curves[site], names)
+        axes.set_title(f"{titles[site]} ({next(iter(curves[site].values()))['samples']} samples)", fontsize=9)
         last = place + COLUMNS >= len(sites)
         axes.tick_params(labelbottom=last)
         axes.set_xlabel(xlabel if last else "", fontsize=9)
@@ -111,12 +112,16 @@ def external(context: Context) -> Section | None:
 
 def _participants(context: Context, rows: Sequence[Row]) -> Table:
     sites = dict.fromkeys(row["site"] for row in rows)
-    held = {(row["client"], row["split"]): row for row in context.study.partition()}
+    rows_by_place = {(row["client"], row["split"]): row for row in context.study.partition()}
     observed = {(line["site"], line["class"]): line["observed"] for line in context.study.calibrations()}
     lines = []
     for site in sites:
         line: dict[str, Any] = {"site": site}
-        line |= {split: held[site, split]["samples"] for split in ("train", "val", "test") if (site, split) in held}
+        line |= {
+            split: rows_by_place[site, split]["samples"]
+            for split in ("train", "val", "test")
+            if (site, split) in rows_by_place
+        }
         lines.append(line | {f"class {of}": observed.get((site, of)) for of in tables.classes_of(context.study.data)})
     columns = [Column("site", "site", "text")]
     columns += [Column(split, split, "count", group="samples") for split in ("train", "val", "test")]
@@ -158,21 +163,21 @@ def _performance(context: Context, rows: Sequence[Row]) -> Gallery | Table | Non
         Column("sites", "sites", "count", help="held-out sites with a score"),
     ]
     notes = [f"{row['method']}: {row['refused']}" for row in lines if row["refused"]]
-    notes.append("Range over sites; no interval: these sites are no sample of sites.")
+    notes.append("Range over sites; no interval: these sites are not a sample of sites.")
     table = context.table(
         "external-methods", f"Test {context.metric} over held-out sites", columns, lines, notes, seeds=False
     )
     dots = []
     for line in lines:
-        own = [row["unseen"] for row in rows if row["method"] == line["method"]]
-        dots.append(context.line(line["method"], [Dot(line["mean"], [line["lowest"], line["highest"]])], runs=own))
+        runs = [row["unseen"] for row in rows if row["method"] == line["method"]]
+        dots.append(context.line(line["method"], [Dot(line["mean"], [line["lowest"], line["highest"]])], runs=runs))
     if not any(is_number(line["mean"]) for line in lines):
         return table
-    told = "; ".join(f"{line['method']} {number(line['mean'])}" for line in lines if is_number(line["mean"]))
+    numbers = "; ".join(f"{line['method']} {number(line['mean'])}" for line in lines if is_number(line["mean"]))
     picture = context.picture(
         "external",
         f"Test {context.metric} at sites never seen",
-        f"Dots: mean over held-out sites, line from the lowest to the highest site: {told}.",
+        f"Dots: mean over held-out sites, line from the lowest to the highest site: {numbers}.",
         lambda: dot_plot(dots, f"test {context.metric}; line: range of sites, ticks: each site"),
     )
     return context.gallery([picture], table, open=True)
@@ -220,18 +225,18 @@ def _calibration(context: Context) -> list[Any]:
     table = context.table(
         "external-calibration", "Calibration by site, means over seeds", columns, rows, notes, seeds=False
     )
-    told = "Lines: share of events against mean predicted probability, in five bins, at each held-out site."
-    return [_pictures(context, "calibration", "Calibration at sites never seen", told, calibration_curves, table)]
+    caption = "Lines: share of events against mean predicted probability, in five bins, at each held-out site."
+    return [_pictures(context, "calibration", "Calibration at sites never seen", caption, calibration_curves, table)]
 
 
 def _usefulness(context: Context) -> list[Any]:
     rows = []
     for of in tables.classes_of(context.study.data)[:MOST_CLASSES]:
         for site, methods in tables.curves_of(context.study.data, of).items():
-            for method, found in methods.items():
-                known = {t: (gain, everybody) for t, gain, everybody in found["benefit"]}
+            for method, curve in methods.items():
+                benefits = {t: (gain, everybody) for t, gain, everybody in curve["benefit"]}
                 line = {"method": method, "site": site, "class": of}
-                line |= {f"{t:g}": known[t][0] for t in AT} | {f"all {t:g}": known[t][1] for t in AT}
+                line |= {f"{t:g}": benefits[t][0] for t in AT} | {f"all {t:g}": benefits[t][1] for t in AT}
                 rows.append(line)
     if not rows:
         return []
@@ -244,20 +249,20 @@ def _usefulness(context: Context) -> list[Any]:
     table = context.table(
         "external-benefit", "Clinical usefulness at sites never seen", columns, rows, [note], seeds=False
     )
-    told = (
+    caption = (
         "Lines: net benefit over threshold probabilities, beside treating all and treating none, at each held-out site."
     )
-    return [_pictures(context, "benefit", "Decision curves at sites never seen", told, decision_curves, table)]
+    return [_pictures(context, "benefit", "Decision curves at sites never seen", caption, decision_curves, table)]
 
 
 def _pictures(context: Context, name: str, title: str, alt: str, draw: Any, table: Table) -> Gallery | Table:
     classes = tables.classes_of(context.study.data)
     pictures = []
     for of in classes if len(classes) <= MOST_CLASSES else ():
-        found = tables.curves_of(context.study.data, of)
+        curves = tables.curves_of(context.study.data, of)
         what = "" if len(classes) == 1 else f", class {of}"
         pictures.append(
-            context.picture(f"external-{name}-{of}", title + what, alt, lambda found=found: draw(found, context.styles))  # type: ignore[misc]
+            context.picture(f"external-{name}-{of}", title + what, alt, partial(draw, curves, context.styles))
         )
     return context.gallery(pictures, table) or table
 
@@ -284,9 +289,9 @@ def _limits(context: Context) -> Prose:
     few = f" The smallest has {min(sizes)} test samples." if sizes else ""
     return Prose(
         [
-            f"{len({row['site'] for row in lines})} sites were held out, and they are no sample of sites: a range says what "
-            f"happened at these, not what to expect of the next.{few} Curves and slopes of less than about 200 events are "
-            "uncertain (Collins et al. 2016).",
+            f"{len({row['site'] for row in lines})} sites were held out, and they are not a sample of sites: a range says "
+            f"what happened at these, not what to expect of the next.{few} Curves and slopes of less than about 200 events "
+            "are uncertain (Collins et al. 2016).",
             "A held-out site is scored on its test samples only, so that both columns are of the same patients; its other "
             "samples are unused. Where each site scales its features by its own samples, so did this one, without labels; "
             "where sites agreed on statistics, it has those of the others.",

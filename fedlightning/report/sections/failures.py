@@ -27,8 +27,8 @@ def failures(context: Context) -> Section | None:
 def _failures(context: Context) -> Table | None:
     rows: list[dict[str, Any]] = []
     for (method, seed), scores in context.study.data.finished.items():
-        found = failure_rows(scores.run.summary.get("failures", []), scores.run.summary.get("sites"))
-        rows += [{"method": method, "seed": str(seed)} | row for row in found]
+        failures = failure_rows(scores.run.summary.get("failures", []), scores.run.summary.get("sites"))
+        rows += [{"method": method, "seed": str(seed)} | row for row in failures]
     columns = [
         *RUN,
         *([Column("site", "site", "text")] if any("site" in row for row in rows) else []),
@@ -44,10 +44,10 @@ def _failures(context: Context) -> Table | None:
 def _warnings(context: Context) -> Table | None:
     rows: list[dict[str, Any]] = []
     for (method, seed), scores in context.study.data.finished.items():
-        for one in scores.run.summary.get("warnings", []):
-            texts = {key: None if one.get(key) is None else str(one[key]) for key in ("round", "what", "entry")}
-            sizes = {key: f"{float(one[key]):.3g}" for key in ("value", "usual") if one.get(key) is not None}
-            rows.append({"method": method, "seed": str(seed), "client": one["client"]} | texts | sizes)
+        for warning in scores.run.summary.get("warnings", []):
+            texts = {key: None if warning.get(key) is None else str(warning[key]) for key in ("round", "what", "entry")}
+            sizes = {key: f"{float(warning[key]):.3g}" for key in ("value", "usual") if warning.get(key) is not None}
+            rows.append({"method": method, "seed": str(seed), "client": warning["client"]} | texts | sizes)
     columns = [
         *RUN,
         Column("round", "round", "text"),

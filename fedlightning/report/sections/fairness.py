@@ -82,15 +82,15 @@ def _appeal(context: Context) -> Gallery | None:
     by_client: dict[str, dict[str, float | None]] = {}
     for row in context.in_order(context.study.appeal()):
         by_client.setdefault(row["method"], {})[row["client"]] = row["pma"]
-    known = {method: values for method, of in by_client.items() if (values := _known(of.values()))}
-    if not known:
+    appeals = {method: values for method, of in by_client.items() if (values := _known(of.values()))}
+    if not appeals:
         return None
-    clients = list(dict.fromkeys(client for method in known for client in by_client[method]))
-    shown = {method: by_client[method] for method in known}
+    clients = list(dict.fromkeys(client for method in appeals for client in by_client[method]))
+    shown = {method: by_client[method] for method in appeals}
     picture = context.picture(
         "fairness-appeal",
         "Personal model appeal (PMA)",
-        f"Marks: appeal of each client; left of 0 FedAvg is better; medians: {_medians(known)}.",
+        f"Marks: appeal of each client; left of 0 FedAvg is better; medians: {_medians(appeals)}.",
         lambda: strips(shown, context.styles, f"{context.over('FedAvg')}, one mark per client", zero=True),
     )
     caption = "Personal model appeal of each client, mean over seeds: positive where FedAvg’s global model is worse"

@@ -16,9 +16,9 @@ def grid(context: Context) -> Section | None:
     if not cells:
         return None
     rows: dict[str, dict[str, Any]] = {row: {"row": row} for row, _ in cells.values()}
-    found = {line["method"]: line for line in context.overview}
+    line_by_method = {line["method"]: line for line in context.overview}
     for method, (row, column) in cells.items():
-        line = found.get(method, {})
+        line = line_by_method.get(method, {})
         rows[row] |= {f"in {column}": line.get("mean"), f"radius {column}": line.get("ci95_radius")}
     variants = dict.fromkeys(column for _, column in cells.values())
     columns = [
@@ -30,15 +30,15 @@ def grid(context: Context) -> Section | None:
         f"Test {context.metric} of each method under each variant",
         columns,
         list(rows.values()),
-        _few(cells, found),
+        _few(cells, line_by_method),
         missing=lambda row, column: _why(context, cells, row["row"], column.title),
     )
     return context.section("grid", "Methods by variants", "Grid", [table])
 
 
-def _few(cells: Mapping[str, tuple[str, str]], found: Mapping[str, Any]) -> list[str]:
+def _few(cells: Mapping[str, tuple[str, str]], line_by_method: Mapping[str, Any]) -> list[str]:
     """Return a note on the cells that are the mean of fewer seeds than others."""
-    counts = {name: found.get(name, {}).get("n_seeds", 0) for name in cells}
+    counts = {name: line_by_method.get(name, {}).get("n_seeds", 0) for name in cells}
     most = max(counts.values())
     few = [f"{' under '.join(cells[name])} ({count} of {most})" for name, count in counts.items() if 0 < count < most]
     return [f"Fewer seeds than the others: {', '.join(few)}."] if few else []

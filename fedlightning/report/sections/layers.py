@@ -34,12 +34,12 @@ def layers(context: Context) -> Section | None:
         return None
     names = {f"{method}, seed {seed}": rows for (method, seed), rows in tables.items()}
     ranges = _last_round([_named(row) for row in transition_ranges(names)])
-    found = correlation_rows(names)
+    correlations = correlation_rows(names)
     return context.section(
         "layers",
         "Which layers are shared, and why",
         "Layers",
-        [_over_layers(context, tables), _transitions(context, ranges), _correlations(context, found)],
+        [_over_layers(context, tables), _transitions(context, ranges), _correlations(context, correlations)],
         "Federation sensitivity of each layer after local training (PLayer-FL, equations 2 and 3) beside other "
         "diagnostics, of the last round that was diagnosed.",
     )
@@ -74,12 +74,12 @@ def _over_layers(context: Context, tables: dict[tuple[str, int], list[LayerRow]]
             for method in methods
         }
         title = PANELS.get(quantity, quantity).replace("$F_l$", "F")
-        told = summary([(f"{line['method']} {line['layer']}", line["mean"]) for line in of])
+        numbers = summary([(f"{line['method']} {line['layer']}", line["mean"]) for line in of])
         pictures.append(
             context.picture(
                 f"layers-{quantity.replace('_', '-')}",
                 title[:1].upper() + title[1:],
-                f"Lines: {title} over layers: {told}.",
+                f"Lines: {title} over layers: {numbers}.",
                 partial(curves,
                     {method: p for method, p in points.items() if p}, context.styles, "layer", "mean over clients",
                     whole=True, log=_wide(of),

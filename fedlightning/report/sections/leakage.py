@@ -19,8 +19,8 @@ FILE = "leakage.json"
 
 def leakage(context: Context) -> Section | None:
     """Show membership, whose a sample is, the bound of epsilon and images that were made again."""
-    found = _found(context)
-    rows = [_row(method, seed, one) for (method, seed), one in found.items()]
+    attacks = _found(context)
+    rows = [_row(method, seed, attack) for (method, seed), attack in attacks.items()]
     columns = [
         METHOD,
         Column("seed", "seed", "text"),
@@ -42,13 +42,15 @@ def leakage(context: Context) -> Section | None:
     ]  # fmt: skip
     if not rows:
         return None
-    notes = [f"{method}, seed {seed}: {line}" for (method, seed), one in found.items() for line in in_words(one)]
+    notes = [
+        f"{method}, seed {seed}: {line}" for (method, seed), attack in attacks.items() for line in in_words(attack)
+    ]
     table = context.table("leakage", "What attacks on the models of a run got", columns, rows, seeds=False)
     return context.section(
         "leakage",
         "What attackers got",
         "Leakage",
-        [context.gallery(_pictures(context, found, rows), table, open=True) or table, Prose(notes, title="In words")],
+        [context.gallery(_pictures(context, attacks, rows), table, open=True) or table, Prose(notes, title="In words")],
         "Attacks that were made on finished runs (fedlightning leakage). An attack that finds nothing proves nothing: "
         "better ones may come.",
     )
@@ -56,18 +58,18 @@ def leakage(context: Context) -> Section | None:
 
 def _found(context: Context) -> dict[tuple[str, str], dict[str, Any]]:
     """Return what the runs' folders have, by method and seed; a file that holds something else counts as none."""
-    found = {}
-    for (method, seed), one in context.read_of_runs(FILE).items():
+    attacks = {}
+    for (method, seed), attack in context.read_of_runs(FILE).items():
         with suppress(AttributeError, KeyError, TypeError, ValueError):
-            _row(method, seed, one), in_words(one)
-            found[method, seed] = one
-    return found
+            _row(method, seed, attack), in_words(attack)
+            attacks[method, seed] = attack
+    return attacks
 
 
-def _row(method: str, seed: str, one: Mapping[str, Any]) -> dict[str, Any]:
+def _row(method: str, seed: str, attack: Mapping[str, Any]) -> dict[str, Any]:
     """Return the line of a run: of several models the one that gives most away."""
-    members = max(one.get("membership") or [{}], key=lambda row: row.get("auc") or 0.0)
-    parts = [one.get(name) or {} for name in ("likelihood_ratio", "sites", "canaries", "inversion")]
+    members = max(attack.get("membership") or [{}], key=lambda row: row.get("auc") or 0.0)
+    parts = [attack.get(name) or {} for name in ("likelihood_ratio", "sites", "canaries", "inversion")]
     ratio, sites, canaries, images = parts
     return {
         "method": method,
@@ -99,13 +101,13 @@ def _pair(row: Mapping[str, Any]) -> list[float] | None:
 
 
 def _pictures(
-    context: Context, found: Mapping[tuple[str, str], Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+    context: Context, attacks: Mapping[tuple[str, str], Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 ) -> list[Picture]:
     """Return the figure of membership, and the images of the first run that has some."""
     pictures = []
     lines = []
     for row in rows:
-        label = row["method"] if len({one["seed"] for one in rows}) == 1 else f"{row['method']}, {row['seed']}"
+        label = row["method"] if len({attack["seed"] for attack in rows}) == 1 else f"{row['method']}, {row['seed']}"
         for key, interval, how in (("auc", "interval", "loss"), ("ratio", "ratio_interval", "ratio")):
             if is_number(row[key]):
                 lines.append(context.line(row["method"], [Dot(row[key], row[interval])], f"{label} ({how})"))
@@ -116,8 +118,8 @@ def _pictures(
         pictures.append(
             context.picture("leakage", title, text, lambda: dot_plot(lines, "AUC, 0.5 is chance", at=("chance", 0.5)))
         )
-    for (method, _), one in found.items():
-        images = (one.get("inversion") or {}).get("images")
+    for (method, _), attack in attacks.items():
+        images = (attack.get("inversion") or {}).get("images")
         if images:
             many = len(images[0])
             text = f"Images of one training step of {many} and those made again from its gradient, {method}."

@@ -17,11 +17,11 @@ PROMISE = tuple(field.name for field in fields(Promise))
 
 def privacy(context: Context) -> Section | None:
     """Show epsilon and delta of each run, for whom they hold, and what epsilon does not count."""
-    found = {key: told for key, told in context.read_of_runs(FILE).items() if isinstance(told, dict)}
+    accounts = {key: account for key, account in context.read_of_runs(FILE).items() if isinstance(account, dict)}
     promises = _promises(context)
-    if not found and not promises:
+    if not accounts and not promises:
         return None
-    rows = [_row(method, seed, told) for (method, seed), told in found.items()]
+    rows = [_row(method, seed, account) for (method, seed), account in accounts.items()]
     columns = [
         METHOD,
         Column("seed", "seed", "text"),
@@ -37,17 +37,18 @@ def privacy(context: Context) -> Section | None:
     ]  # fmt: skip
     table = context.table("privacy", "Differential privacy: what runs have spent", columns, rows, seeds=False)
     notes = []
-    for told in found.values():
-        clear = ", ".join(map(str, told.get("in_the_clear") or [])) or "nothing"
-        also = "".join(f" Also: {promise}." for promise in map(str, told.get("also") or []))
+    for account in accounts.values():
+        clear = ", ".join(map(str, account.get("in_the_clear") or [])) or "nothing"
+        also = "".join(f" Also: {promise}." for promise in map(str, account.get("also") or []))
         notes.append(
-            f"{told.get('unit', 'unit')}: against {told.get('against', 'whom is not known')}. Not counted: {clear}.{also}"
+            f"{account.get('unit', 'unit')}: against {account.get('against', 'whom is not known')}. Not "
+            f"counted: {clear}.{also}"
         )
     return context.section(
         "privacy",
         "What was promised",
         "Privacy",
-        [*promises, *([table] if found else []), Prose(list(dict.fromkeys(notes)), title="In words")],
+        [*promises, *([table] if accounts else []), Prose(list(dict.fromkeys(notes)), title="In words")],
         "Each run counts alone, unless it has a ledger: who sees the models of several runs on the same data has the sum of "
         "them. Scores in this report are of test data, and are not counted.",
     )
@@ -57,23 +58,25 @@ def _promises(context: Context) -> list[Any]:
     """Return a table of who cannot learn what, of the callbacks of all runs; none where nothing is promised."""
     rows: list[dict[str, Any]] = []
     for scores in context.study.data.finished.values():
-        told = scores.run.summary.get("promises")
-        rows += [row for row in told if isinstance(row, dict) and row not in rows] if isinstance(told, list) else []
+        promises = scores.run.summary.get("promises")
+        rows += (
+            [row for row in promises if isinstance(row, dict) and row not in rows] if isinstance(promises, list) else []
+        )
     columns = [Column(name, name.replace("_", " "), "text") for name in ("callback", *PROMISE)]
     title = "Who cannot learn what"
     return [context.table("promises", title, columns, rows, seeds=False)] if rows else []
 
 
-def _row(method: str, seed: str, told: Mapping[str, Any]) -> dict[str, Any]:
+def _row(method: str, seed: str, account: Mapping[str, Any]) -> dict[str, Any]:
     def number(name: str) -> float | None:
-        value = told.get(name)
+        value = account.get(name)
         return value if is_number(value) else None
 
     delta = number("delta")
     return {
         "method": method,
         "seed": seed,
-        "unit": str(told.get("unit", "")),
+        "unit": str(account.get("unit", "")),
         "epsilon": number("epsilon"),
         "known": number("epsilon_participants_known"),
         "delta": "" if delta is None else f"{delta:g}",

@@ -111,8 +111,8 @@ def incentives_in_words(rows: Sequence[Row]) -> list[str]:
         "pma": "PMA (personal model appeal): a client’s score minus what FedAvg’s global model gives it",
         "gma": "GMA (global model appeal): clients whom the global model serves better than their own",
     }
-    said = [text for key, text in words.items() if any(is_number(row.get(key)) for row in rows)]
-    return [f"{'; '.join(said)}."] if said else []
+    meanings = [text for key, text in words.items() if any(is_number(row.get(key)) for row in rows)]
+    return [f"{'; '.join(meanings)}."] if meanings else []
 
 
 def _not_asked(context: Context) -> list[str]:
@@ -127,33 +127,36 @@ def _not_asked(context: Context) -> list[str]:
 
 def _units(context: Context) -> list[str]:
     """Return the note that says in what units errors of a regression are."""
-    given = [((run.config.get("data") or {}).get("init_args") or {}) for run in context.study.data.runs]
-    target = next((one["target"] for one in given if isinstance(one.get("target"), str)), None)
-    scale = next((one["target_statistics"] for one in given if one.get("target_statistics")), None)
-    told = units_in_words(context.study.data.metric, target, scale)
-    return [] if told is None else [told]
+    init_args = [((run.config.get("data") or {}).get("init_args") or {}) for run in context.study.data.runs]
+    target = next((args["target"] for args in init_args if isinstance(args.get("target"), str)), None)
+    scale = next((args["target_statistics"] for args in init_args if args.get("target_statistics")), None)
+    units = units_in_words(context.study.data.metric, target, scale)
+    return [] if units is None else [units]
 
 
 def _deployed(rows: Sequence[Row]) -> list[str]:
     """Return the line below the table that says which model each method deploys."""
-    found: dict[str, list[str]] = {}
+    methods_by_model: dict[str, list[str]] = {}
     for row in rows:
         if row["checkpoint"] is not None:
-            found.setdefault(f"{row['checkpoint']} ({row['stage']})", []).append(row["method"])
-    each = [f"{which} of {'all' if len(found) == 1 else ', '.join(methods)}" for which, methods in found.items()]
+            methods_by_model.setdefault(f"{row['checkpoint']} ({row['stage']})", []).append(row["method"])
+    each = [
+        f"{which} of {'all' if len(methods_by_model) == 1 else ', '.join(methods)}"
+        for which, methods in methods_by_model.items()
+    ]
     return [f"Deployed: {'; '.join(each)}."] if each else []
 
 
 def _defined(context: Context) -> list[str]:
     """Return a note for each metric that is undefined on some clients' data: over how many its means are."""
-    found: dict[str, set[tuple[int, int]]] = {}
+    counts_by_metric: dict[str, set[tuple[int, int]]] = {}
     for line in context.study.results():
         if line["data"] == LOCAL and line["split"] == context.study.data.split and line["undefined"]:
-            found.setdefault(bare(line["metric"]), set()).add((line["clients"], line["clients_of"]))
+            counts_by_metric.setdefault(bare(line["metric"]), set()).add((line["clients"], line["clients_of"]))
     return [
         f"{metric_label(name)} is not defined on every client's data: its means are over "
         f"{' or '.join(f'{some} of {of}' for some, of in sorted(counts))} clients."
-        for name, counts in found.items()
+        for name, counts in counts_by_metric.items()
     ]
 
 
@@ -261,15 +264,15 @@ def checkpoints(context: Context) -> Section | None:
 
 def _selection(context: Context, rows: Sequence[Row]) -> list[str]:
     """Return the line that says for which methods selection gained, and for which it cost."""
-    said = []
+    clauses = []
     for word, sign in (("gained", 1), ("cost", -1)):
-        found = [
+        gains = [
             f"{row['method']} {abs(row['selection']):.4f}"
             for row in rows
             if is_number(row["selection"]) and row["selection"] * (sign if context.higher else -sign) > 0
         ]
-        said += [f"{word} {', '.join(found)}"] if found else []
-    return [f"Against the latest models, selection {'; it '.join(said)}."] if said else []
+        clauses += [f"{word} {', '.join(gains)}"] if gains else []
+    return [f"Against the latest models, selection {'; it '.join(clauses)}."] if clauses else []
 
 
 def _dot(context: Context, mean: float | None, row: Row, interval: str, group: str = "") -> Dot:
@@ -282,10 +285,10 @@ def _grouped(
 ) -> Picture:
     """Draw a line a method, with a dot for each group."""
     lines = [context.line(method, of) for method, of in dots.items()]
-    said = summary([(f"{line.label} {dot.group}", dot.mean) for line in lines for dot in line.dots])
+    words = summary([(f"{line.label} {dot.group}", dot.mean) for line in lines for dot in line.dots])
     return context.picture(
         name,
         title,
-        f"Test {context.metric}: {said}.",
+        f"Test {context.metric}: {words}.",
         lambda: dot_plot(lines, f"test {context.metric}", groups=groups, limits=common_limits(lines)),
     )

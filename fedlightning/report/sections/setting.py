@@ -27,19 +27,19 @@ DEFINITIONS = tuple(tomllib.loads(_FILE.read_text("utf-8")).items())
 
 def partition(context: Context) -> Section | None:
     """Show the training samples of each class at each client."""
-    held = context.study.partition()
-    rows = [row for row in held if row["split"] == "train"]
+    samples = context.study.partition()
+    rows = [row for row in samples if row["split"] == "train"]
     if not rows:
         return None
-    sizes = {(row["client"], row["split"]): row["samples"] for row in held}
+    sizes = {(row["client"], row["split"]): row["samples"] for row in samples}
     count = len(rows[0]["classes"] or ())
     by_class = count > 1 and all(len(row["classes"] or ()) == count for row in rows)
-    given = class_names(context.study.data)
-    names = given if len(given) == count else [str(index) for index in range(count)]
+    class_labels = class_names(context.study.data)
+    names = class_labels if len(class_labels) == count else [str(index) for index in range(count)]
     names = names if by_class else ["samples"]
     counts = np.array([row["classes"] if by_class else [row["samples"]] for row in rows], dtype=np.int64)
     clients = [str(row["client"]) for row in rows]
-    found = PartitionReport(clients, names, counts)
+    report = PartitionReport(clients, names, counts)
     lines = [
         {
             "client": client,
@@ -48,26 +48,26 @@ def partition(context: Context) -> Section | None:
             "test": sizes.get((client, "test")),
         }
         | ({"tv": float(tv)} | {f"class {name}": int(n) for name, n in zip(names, of, strict=True)} if by_class else {})
-        for client, of, tv in zip(clients, counts, found.total_variation, strict=True)
+        for client, of, tv in zip(clients, counts, report.total_variation, strict=True)
     ]
     columns = [Column("client", "client", "text")]
     columns += [Column(split, split, "count", group="samples") for split in ("train", "val", "test")]
     columns += [Column("tv", "distance", decimals=2, help="total variation distance to the labels of all clients")]
     columns += [Column(f"class {name}", name, "count", group="training samples of class") for name in names if by_class]
-    least, most = found.sizes.min(), found.sizes.max()
-    told = f"{count_of(clients, 'client')} with {least if least == most else f'{least} to {most}'} training samples"
+    least, most = report.sizes.min(), report.sizes.max()
+    caption = f"{count_of(clients, 'client')} with {least if least == most else f'{least} to {most}'} training samples"
     if by_class:
-        told += (
-            f" of {count} classes; mean total variation distance to the labels of all {found.mean_total_variation:.2f}"
+        caption += (
+            f" of {count} classes; mean total variation distance to the labels of all {report.mean_total_variation:.2f}"
         )
     picture = context.picture(
         "partition",
         "Training samples by client",
-        f"Bars: {told}.",
+        f"Bars: {caption}.",
         lambda: partition_bars(clients, counts.tolist(), names),
     )
     table = context.table("partition", "Samples of each client", columns, lines, seeds=False)
-    return context.section("partition", "Who holds what", "Data", [context.gallery([picture], table, f"{told}.")])
+    return context.section("partition", "Who holds what", "Data", [context.gallery([picture], table, f"{caption}.")])
 
 
 def variance(context: Context) -> Section | None:
@@ -134,14 +134,14 @@ def _facts(context: Context, about: Mapping[str, Any], done: Sequence[Run]) -> l
 
 
 def _stopped(run: Run) -> str:
-    found = run.summary["stopped"]
-    return f"{run.name}, seed {run.seed}: after round {found['round']}, by {found['by']}: {found['reason']}"
+    stop = run.summary["stopped"]
+    return f"{run.name}, seed {run.seed}: after round {stop['round']}, by {stop['by']}: {stop['reason']}"
 
 
-def _scored(found: Mapping[str, Any]) -> str:
+def _scored(counts: Mapping[str, Any]) -> str:
     """Return how many clients were scored, where that is not all."""
-    count, of = found.get("clients"), found.get("of")
-    if (before := found.get("in_training")) is not None:
+    count, of = counts.get("clients"), counts.get("of")
+    if (before := counts.get("in_training")) is not None:
         return f"{count} of {of} clients on test data, {before['clients']} in training and at stage L2 (evaluation.clients)"
     return "" if count == of else f"{count} of {of} clients, the same in every round (evaluation.clients)"
 
@@ -152,10 +152,10 @@ def _time(summary: Mapping[str, Any]) -> str:
     return "" if not spent or not whole else f"{whole:.0f} s, of which evaluation took {spent:.0f} s"
 
 
-def _callbacks(given: Mapping[str, Mapping[str, Any]]) -> str:
+def _callbacks(options_by_callback: Mapping[str, Mapping[str, Any]]) -> str:
     return "; ".join(
         f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items() if value is not None)})"
-        for name, options in given.items()
+        for name, options in options_by_callback.items()
     )
 
 

@@ -53,12 +53,12 @@ def differences(context: Context) -> Section | None:
     ]
     table = context.table("differences", f"Paired differences of mean test {context.metric} over seeds", columns, rows)
     single = bool(rows) and max(row["n"] or 0 for row in rows) < 2
-    said = Prose(["There is one seed: differences are shown, but nothing can be said about chance."], tone="warn")
+    caveat = Prose(["There is one seed: differences are shown, but nothing can be said about chance."], tone="warn")
     return context.section(
         "statistics",
         "Are the differences real?",
         "Differences",
-        [said if single else None, context.gallery(pictures, table, _READING)],
+        [caveat if single else None, context.gallery(pictures, table, _READING)],
         "Every difference is taken within a seed (same splits, same initialisation) and averaged over seeds. Tests over "
         "seeds ask whether training again would show the same; the test over clients, whether others like these would gain. "
         "Neither says the other.",
@@ -75,23 +75,23 @@ def rank_section(context: Context, studies: Mapping[str, Study]) -> Section | No
     """Show average ranks over data sets, the Friedman test and the critical-difference diagram."""
     title = "Ranks over data sets"
     try:
-        found = ranks(studies)
+        ranking = ranks(studies)
     except ValueError as error:
         return context.section("ranks", title, "Ranks", [Prose([f"There are no ranks. {error}"], tone="warn")])
-    left = [f"{method} is not ranked: {why}." for method, why in found["left_out"].items()]
-    order = found["methods"]
+    left = [f"{method} is not ranked: {why}." for method, why in ranking["left_out"].items()]
+    order = ranking["methods"]
     rows = [
-        {"method": method, "rank": found["ranks"][method]}
-        | {f"in {name}": value for name, value in zip(found["names"], found["scores"][method], strict=True)}
+        {"method": method, "rank": ranking["ranks"][method]}
+        | {f"in {name}": value for name, value in zip(ranking["names"], ranking["scores"][method], strict=True)}
         for method in order
     ]
     columns = [METHOD, Column("rank", "average rank", decimals=2, better="low")]
     columns += [
         Column(f"in {name}", name, group=f"mean test {context.metric}", better=context.better)
-        for name in found["names"]
+        for name in ranking["names"]
     ]
     table = context.table("ranks", "Average ranks (1 is best) and the means behind them", columns, rows)
-    said = [_friedman(found)]
+    sentences = [_friedman(ranking)]
     gallery = None
     if find_spec("scikit_posthocs") is not None:
         from fedlightning.report.figures.ranks import critical_difference
@@ -99,35 +99,36 @@ def rank_section(context: Context, studies: Mapping[str, Study]) -> Section | No
         picture = context.picture(
             "ranks",
             "Critical-difference diagram",
-            "Average ranks, 1 is best: " + summary([(m, found["ranks"][m]) for m in order], 2),
-            lambda: critical_difference(found["ranks"], found["pairwise"], context.styles),
+            "Average ranks, 1 is best: " + summary([(m, ranking["ranks"][m]) for m in order], 2),
+            lambda: critical_difference(ranking["ranks"], ranking["pairwise"], context.styles),
         )
         gallery = context.gallery(
             [picture], table, "A bar joins methods that Nemenyi’s test cannot tell apart (p ≥ 0.05)."
         )
     else:
-        said.append(missing_package("The critical-difference diagram needs scikit-posthocs", "report"))
+        sentences.append(missing_package("The critical-difference diagram needs scikit-posthocs", "report"))
     warning = Prose(left, tone="warn") if left else None
-    return context.section("ranks", title, "Ranks", [Prose(said), warning, gallery or table])
+    return context.section("ranks", title, "Ranks", [Prose(sentences), warning, gallery or table])
 
 
-def _friedman(found: Mapping[str, Any]) -> str:
-    finite = is_number(found["iman_davenport"])  # infinite: all data sets agree, which few do by chance
-    p = found["iman_davenport_p"] if finite else found["p_value"]
+def _friedman(ranking: Mapping[str, Any]) -> str:
+    finite = is_number(ranking["iman_davenport"])  # infinite: all data sets agree, which few do by chance
+    p = ranking["iman_davenport_p"] if finite else ranking["p_value"]
     verdict = (
         "the methods do not all rank alike"
         if p < 0.05
         else "this does not tell the methods apart, and with few data sets only large differences can"
     )
     form = (
-        f"In the less conservative form of Iman and Davenport F = {number(found['iman_davenport'], 2)}, p = {p_value(p)}: "
+        f"In the less conservative form of Iman and Davenport F = {number(ranking['iman_davenport'], 2)}, p = {p_value(p)}: "
         if finite
-        else f"All {found['blocks']} agree on the order, where the form of Iman and Davenport gives no p-value; by χ²: "
+        else f"All {ranking['blocks']} agree on the order, where the form of Iman and Davenport gives no p-value; by χ²: "
     )
     return (
-        f"Friedman test over {found['datasets']} {found['blocks']}: χ² = {number(found['statistic'], 2)}, "
-        f"p = {p_value(found['p_value'])}. {form}{verdict}. "
-        f"Nemenyi’s critical difference of average ranks at {found['alpha']:g}: {number(found['critical_difference'], 2)}."
+        f"Friedman test over {ranking['datasets']} {ranking['blocks']}: χ² = {number(ranking['statistic'], 2)}, "
+        f"p = {p_value(ranking['p_value'])}. {form}{verdict}. "
+        f"Nemenyi’s critical difference of average ranks at {ranking['alpha']:g}: "
+        f"{number(ranking['critical_difference'], 2)}."
     ).replace("= <", "<")
 
 

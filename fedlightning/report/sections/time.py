@@ -41,9 +41,9 @@ def time(context: Context) -> Section | None:
 
 
 def _curve(context: Context) -> Gallery | None:
-    found = [row for row in context.study.curves() if row["data"] == LOCAL and is_number(row.get("time"))]
-    stage = next((stage for stage in ("L1", "G", "L2") if any(row["stage"] == stage for row in found)), "")
-    rows = [row for row in found if row["stage"] == stage]
+    timed = [row for row in context.study.curves() if row["data"] == LOCAL and is_number(row.get("time"))]
+    stage = next((stage for stage in ("L1", "G", "L2") if any(row["stage"] == stage for row in timed)), "")
+    rows = [row for row in timed if row["stage"] == stage]
     lines = lines_of(context, rows, "time")
     if not any(len(points) > 1 for points in lines.values()):
         return None

@@ -49,10 +49,10 @@ def _labels(balances: Mapping[str, Sequence[float]], names: Mapping[str, str]) -
         >>> _labels({"a": [0, 1], "b": [0, 2], "c": [0, 1]}, {"a": "a", "b": "b", "c": "c"})
         {'a': 'a, c', 'b': 'b'}
     """
-    found: dict[tuple[float, ...], list[str]] = {}
+    clients_by_line: dict[tuple[float, ...], list[str]] = {}
     for client, of in balances.items():
-        found.setdefault(tuple(round(float(value), 9) for value in of), []).append(client)
-    return {same[0]: ", ".join(names[client] for client in same) for same in found.values()}
+        clients_by_line.setdefault(tuple(round(float(value), 9) for value in of), []).append(client)
+    return {same[0]: ", ".join(names[client] for client in same) for same in clients_by_line.values()}
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ def profit_plot(clients: Sequence[Profit], style: Style, ylabel: str) -> Figure:
     figure, axes = panel()
     axes.axhline(0, color=INK, linewidth=1)
     axes.axvline(0, color=INK, linewidth=1)
-    names = short_names([one.client for one in clients], 10)
-    for one in clients:
-        if one.error is not None and len(clients) <= MANY:
-            ends = [one.contribution - one.error, one.contribution + one.error]
-            axes.plot(ends, [one.gain] * 2, color=MUTED, linewidth=0.8, alpha=0.6)
-        fill = style.colour if one.balance > 0 else "white"
+    names = short_names([client.client for client in clients], 10)
+    for client in clients:
+        if client.error is not None and len(clients) <= MANY:
+            ends = [client.contribution - client.error, client.contribution + client.error]
+            axes.plot(ends, [client.gain] * 2, color=MUTED, linewidth=0.8, alpha=0.6)
+        fill = style.colour if client.balance > 0 else "white"
         size = 7 if len(clients) <= MANY else 4
-        axes.plot([one.contribution], [one.gain], marker=style.marker, color=style.colour, markerfacecolor=fill,
+        axes.plot([client.contribution], [client.gain], marker=style.marker, color=style.colour, markerfacecolor=fill,
                   markersize=size, markeredgewidth=1.3)  # fmt: skip
     if len(clients) <= MANY:
         for place, some in _same_places(clients).items():
@@ -106,10 +106,10 @@ def profit_plot(clients: Sequence[Profit], style: Style, ylabel: str) -> Figure:
 
 def _same_places(clients: Sequence[Profit]) -> dict[tuple[float, float], list[str]]:
     """Return the clients at each place, so that names at one place stand beside each other."""
-    found: dict[tuple[float, float], list[str]] = {}
-    for one in clients:
-        found.setdefault((one.contribution, one.gain), []).append(one.client)
-    return found
+    clients_by_place: dict[tuple[float, float], list[str]] = {}
+    for client in clients:
+        clients_by_place.setdefault((client.contribution, client.gain), []).append(client.client)
+    return clients_by_place
 
 
 def tokens(context: Context) -> Section | None:
@@ -192,35 +192,35 @@ def _accounts(context: Context, totals: Sequence[Row], rows: Sequence[Row]) -> G
 def _balances(context: Context, total: Row, rows: Sequence[Row]) -> Picture:
     method = total["method"]
     seed, entries = next(iter(by_seed(context.study.data, method).items()))
-    found = balances(entries, [row["client"] for row in rows])
-    ends = sorted(((of[-1], client) for client, of in found.items()), reverse=True)
+    lines = balances(entries, [row["client"] for row in rows])
+    ends = sorted(((of[-1], client) for client, of in lines.items()), reverse=True)
     (most, winner), (least, loser) = ends[0], ends[-1]
     return context.picture(
         f"balances-{context.slugs[method]}",
         f"{method}: tokens over rounds" + (f", seed {seed}" if len(context.study.data.seeds) > 1 else ""),
-        f"Lines: tokens of each of {len(found)} clients since the start; at the end client {winner} has "
+        f"Lines: tokens of each of {len(lines)} clients since the start; at the end client {winner} has "
         f"{number(most, 2, sign=True)}, client {loser} {number(least, 2, sign=True)}.",
-        partial(balance_lines, found, context.styles[method]),
+        partial(balance_lines, lines, context.styles[method]),
     )
 
 
 def _profits(context: Context, total: Row, rows: Sequence[Row]) -> list[Picture]:
     """Return the picture of contribution against gain, if both are known of two clients or more."""
-    found = [
+    profits = [
         Profit(row["client"], row["contribution"], row["contribution_se"], row["pma"], row["balance"])
         for row in rows
         if is_number(row["contribution"]) and is_number(row["pma"])
     ]
-    if len(found) < 2:
+    if len(profits) < 2:
         return []
     method, rho = total["method"], total["contribution_gain"]
-    told = "" if rho is None else f"; rank correlation {number(rho, 2, sign=True)}"
+    correlation = "" if rho is None else f"; rank correlation {number(rho, 2, sign=True)}"
     return [
         context.picture(
             f"profits-{context.slugs[method]}",
             f"{method}: who profits",
-            f"Marks: mean contribution and gain over FedAvg of {len(found)} clients; {total['gainers']} gain{told}.",
-            partial(profit_plot, found, context.styles[method], context.over("FedAvg")),
+            f"Marks: mean contribution and gain over FedAvg of {len(profits)} clients; {total['gainers']} gain{correlation}.",
+            partial(profit_plot, profits, context.styles[method], context.over("FedAvg")),
         )
     ]
 

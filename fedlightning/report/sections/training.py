@@ -127,9 +127,9 @@ def costs(context: Context) -> Section | None:
 
 def _to_target(context: Context) -> Table | None:
     """Return a table of the costs of reaching each target: a row a method."""
-    found = context.study.costs()
-    spent = SPENT | ({"time": ("virtual s", "amount")} if any("time" in row for row in found) else {})
-    targets = list(dict.fromkeys((row["target"], row["share"], row["of"]) for row in found))
+    costs = context.study.costs()
+    spent = SPENT | ({"time": ("virtual s", "amount")} if any("time" in row for row in costs) else {})
+    targets = list(dict.fromkeys((row["target"], row["share"], row["of"]) for row in costs))
     lines: dict[str, dict[str, Any]] = {row["method"]: {"method": row["method"]} for row in context.overview}
     columns = [METHOD]
     for place, (target, share, of) in enumerate(targets):
@@ -137,7 +137,7 @@ def _to_target(context: Context) -> Table | None:
         columns += [
             Column(f"{key} {place}", title, kind, group=group, better="low") for key, (title, kind) in spent.items()
         ]
-        for row in found:
+        for row in costs:
             if row["target"] == target:
                 method = row["method"]
                 never = (

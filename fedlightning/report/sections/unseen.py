@@ -58,8 +58,8 @@ def unseen(context: Context) -> Section | None:
 def _notes(rows: Sequence[Row]) -> list[str]:
     """Return the lines below the table: who was held out, and why a method has no scores."""
     clients = list(dict.fromkeys(text for row in rows for text in row["clients"]))
-    held = f"Held out: {clients[0]}." if len(clients) == 1 else f"Held out, by seed: {'; '.join(clients)}."
-    return [held, *dict.fromkeys(row["refused"] for row in rows if row["refused"])]
+    sentence = f"Held out: {clients[0]}." if len(clients) == 1 else f"Held out, by seed: {'; '.join(clients)}."
+    return [sentence, *dict.fromkeys(row["refused"] for row in rows if row["refused"])]
 
 
 def _by_client(context: Context, rows: Sequence[Row]) -> Table:

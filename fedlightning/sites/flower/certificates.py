@@ -35,23 +35,23 @@ def make(folder: Path, hosts: Sequence[str], sites: Sequence[str]) -> list[Path]
         subject: str, key: Any, issuer: str, by: Any, names: Sequence[x509.GeneralName] = ()
     ) -> x509.Certificate:
         now = datetime.now(UTC)
-        made = x509.CertificateBuilder().subject_name(_name(subject)).issuer_name(_name(issuer))
-        made = made.public_key(key.public_key()).serial_number(x509.random_serial_number())
-        made = made.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=DAYS))
-        made = made.add_extension(x509.BasicConstraints(ca=not names, path_length=None), critical=True)
-        made = made.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        builder = x509.CertificateBuilder().subject_name(_name(subject)).issuer_name(_name(issuer))
+        builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
+        builder = builder.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=DAYS))
+        builder = builder.add_extension(x509.BasicConstraints(ca=not names, path_length=None), critical=True)
+        builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         of = x509.AuthorityKeyIdentifier.from_issuer_public_key(by.public_key())
-        made = made.add_extension(of, critical=False)
+        builder = builder.add_extension(of, critical=False)
         if names:
-            made = made.add_extension(x509.SubjectAlternativeName(names), critical=False)
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         else:
             usage = dict.fromkeys(
                 ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
                 False,
             )
             usage |= {"key_cert_sign": True, "crl_sign": True, "encipher_only": False, "decipher_only": False}
-            made = made.add_extension(x509.KeyUsage(**usage), critical=True)
-        return made.sign(by, hashes.SHA384())
+            builder = builder.add_extension(x509.KeyUsage(**usage), critical=True)
+        return builder.sign(by, hashes.SHA384())
 
     authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     signing = ed25519.Ed25519PrivateKey.generate()
@@ -59,22 +59,22 @@ def make(folder: Path, hosts: Sequence[str], sites: Sequence[str]) -> list[Path]
     ca = signed("FedLightning", authority, "FedLightning", authority).public_bytes(pem)
     names = [_host(host) for host in dict.fromkeys((*hosts, *HERE))]
     certificate = signed(hosts[0], server, "FedLightning", authority, names).public_bytes(pem)
-    own = folder / "server"
-    _write(own / CA, ca)
-    _write(own / SERVER, certificate)
-    _write(own / KEY, server.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
-    _write(own / SIGN, signing.private_bytes_raw())
-    return [own, *(_site(folder, site, ca, signing) for site in sites)]
+    server_folder = folder / "server"
+    _write(server_folder / CA, ca)
+    _write(server_folder / SERVER, certificate)
+    _write(server_folder / KEY, server.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    _write(server_folder / SIGN, signing.private_bytes_raw())
+    return [server_folder, *(_site(folder, site, ca, signing) for site in sites)]
 
 
 def add(folder: Path, sites: Sequence[str]) -> list[Path]:
     """Make the keys of further sites beside those that `make` has made; return their folders."""
     from cryptography.hazmat.primitives.asymmetric import ed25519
 
-    own = folder / "server"
-    ca, sign = needed(own, (CA, SIGN))
+    home = folder / "server"
+    ca, sign = needed(home, (CA, SIGN))
     _check(sites)
-    for path in (path for site in sites for path in (folder / site, own / "sites" / f"{site}.pub") if path.exists()):
+    for path in (path for site in sites for path in (folder / site, home / "sites" / f"{site}.pub") if path.exists()):
         raise ConfigurationError(
             f"{path} is there already. Choose another name, or remove it and the site's other files: its key gets lost."
         )

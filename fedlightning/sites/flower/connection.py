@@ -140,5 +140,5 @@ class Tasks:
 
     def next(self) -> str | None:
         """Return the token of a task, if there is one."""
-        found = self._client.AcquireTask(AcquireTaskRequest(supported_task_types=[self._kind], agentapp_fab_hashes=[]))
-        return found.token if found.HasField("task") and found.token else None
+        reply = self._client.AcquireTask(AcquireTaskRequest(supported_task_types=[self._kind], agentapp_fab_hashes=[]))
+        return reply.token if reply.HasField("task") and reply.token else None

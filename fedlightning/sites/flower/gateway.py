@@ -1,7 +1,7 @@
 """Flower's SuperLink behind a gate: sites reach what is for sites, and all else wants the secret of the server's process.
 
 Flower 1.41 has all its interfaces at one port (`--control-api-address` is without effect) and asks nobody who he is that
-lists, stops and starts runs or unregisters a site. So this file is run in the place of `flower-superlink`. It imports
+lists, stops and starts runs or unregisters a site. So this file is run instead of `flower-superlink`. It imports
 nothing of FedLightning, whose start takes seconds; what it needs of Flower are `create_app` and the names of headers.
 """
 
@@ -82,9 +82,9 @@ class Gate:
         names = (FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER, TIMESTAMP_HEADER)
         key, signature, stamp = (headers.get(name.lower().encode(), b"") for name in names)
         try:
-            own = base64.b64decode(key, validate=True)
-            return own in self._keys and verify_signature(
-                bytes_to_public_key(own), stamp, base64.b64decode(signature, validate=True)
+            public_key = base64.b64decode(key, validate=True)
+            return public_key in self._keys and verify_signature(
+                bytes_to_public_key(public_key), stamp, base64.b64decode(signature, validate=True)
             )
         except (ValueError, binascii.Error):
             return False
@@ -99,11 +99,11 @@ def public_keys(folder: Path) -> dict[str, bytes]:
     """Return the public keys of sites, as Flower sends them, by the sites' names."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 
-    found = {}
+    key_by_site = {}
     for path in sorted(folder.glob("*.pub")):
         key = load_ssh_public_key(path.read_bytes())
-        found[path.stem] = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    return found
+        key_by_site[path.stem] = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    return key_by_site
 
 
 def main(program: str, secret: str, keys: str, *words: str) -> None:
@@ -111,9 +111,9 @@ def main(program: str, secret: str, keys: str, *words: str) -> None:
     from flwr.superlink import main as superlink
     from flwr.superlink.cli.flower_superlink import flower_superlink
 
-    known = None if not keys else set(public_keys(Path(keys)).values())
+    allowed_keys = None if not keys else set(public_keys(Path(keys)).values())
     make, content = superlink.create_app, Path(secret).read_bytes()
-    superlink.create_app = lambda *given: Gate(make(*given), content, known)
+    superlink.create_app = lambda *arguments: Gate(make(*arguments), content, allowed_keys)
     sys.argv = [program, *words]
     flower_superlink()
 

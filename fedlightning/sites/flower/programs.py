@@ -63,8 +63,10 @@ def prepare(home: Path) -> None:
 def reach_directly(*hosts: str) -> None:
     """Let no proxy come between programs of this machine: Flower's clients go by the environment."""
     before = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    known = [host for host in before.split(",") if host.strip()]
-    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join([*known, *(host for host in hosts if host not in known)])
+    direct = [host for host in before.split(",") if host.strip()]
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(
+        [*direct, *(host for host in hosts if host not in direct)]
+    )
 
 
 def secret_file(folder: Path) -> tuple[Path, bytes]:
@@ -95,8 +97,8 @@ def running(
 
     The block is given what says whether it still runs.
     """
-    found = Path(sys.executable).with_name(program)
-    command = [*by, program] if by else [str(found) if found.exists() else program]
+    installed = Path(sys.executable).with_name(program)
+    command = [*by, program] if by else [str(installed) if installed.exists() else program]
     command = [sys.executable, "-I", "-S", "-c", GUARD, *command, *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
@@ -134,18 +136,18 @@ class Log:
             return []
         with self._path.open("rb") as file:
             file.seek(self._read)
-            found = self._rest + file.read()
+            content = self._rest + file.read()
             self._read = file.tell()
-        *lines, self._rest = found.split(b"\n")
+        *lines, self._rest = content.split(b"\n")
         texts = [re.sub(r"\x1b\[[0-9;]*m", "", line.decode(errors="replace")) for line in lines]
         self._codes += [text.strip() for text in texts if text.startswith("[code: ")]
         return texts
 
     def reason(self) -> str | None:
         """Return the reason that Flower gave last since the last call, in its words; `None`: it gave none."""
-        found = self._codes[-1].partition("] ")[2] if self._codes else None
+        reason = self._codes[-1].partition("] ")[2] if self._codes else None
         self._codes.clear()
-        return found
+        return reason
 
 
 def _environment() -> Mapping[str, str]:
@@ -179,18 +181,18 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def superlink(home: Path, host: str, port: int, own: Path | None, sites: int) -> Iterator[Any]:
+def superlink(home: Path, host: str, port: int, certs: Path | None, sites: int) -> Iterator[Any]:
     """Run a SuperLink inside the block, and give the connection to its sites."""
     path, secret = secret_file(home)
-    keys = None if own is None else own / "sites"
+    keys = None if certs is None else certs / "sites"
     words = [str(path), "" if keys is None else str(keys), "--host", host, "--port", str(port)]
     words += ["--database", ":flwr-in-memory:"]  # nothing that went through it is left, nor is a site unknown for ever
     words += ["--isolation", "process", "--superexec-auth-secret-file", str(path)]
     words += ["--disable-runtime-dependency-installation"]
-    if own is None:
+    if certs is None:
         words += ["--insecure"]
     else:
-        ca, certificate, key = files.needed(own, (files.CA, files.SERVER, files.KEY))
+        ca, certificate, key = files.needed(certs, (files.CA, files.SERVER, files.KEY))
         words += ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
         words += ["--enable-supernode-auth"]
     local = itself(host)
@@ -200,12 +202,12 @@ def superlink(home: Path, host: str, port: int, own: Path | None, sites: int) ->
         lives = stack.enter_context(running("flower-superlink", words, port, home / "superlink.log", host, by))
         from fedlightning.sites.flower import connection, server, signatures
 
-        address = connection.Address(f"{local}:{port}", None if own is None else str(own / files.CA), secret)
-        if keys is None or own is None:
+        address = connection.Address(f"{local}:{port}", None if certs is None else str(certs / files.CA), secret)
+        if keys is None or certs is None:
             link = server.FlowerLink(address, sites, lives=lives)
         else:
             allowed = server.register(address, keys)
-            sign = signatures.signer(own / files.SIGN, signatures.begin(home / "began"))
+            sign = signatures.signer(certs / files.SIGN, signatures.begin(home / "began"))
             link = server.FlowerLink(address, sites, allowed, sign, lives)
         stack.callback(link.close)
         yield link
@@ -213,27 +215,27 @@ def superlink(home: Path, host: str, port: int, own: Path | None, sites: int) ->
 
 @contextmanager
 def supernode(
-    home: Path, place: str, own: Path | None, name: str = "", refused: Callable[[str], None] = print
+    home: Path, place: str, certs: Path | None, name: str = "", refused: Callable[[str], None] = print
 ) -> Iterator[Any]:
     """Run a SuperNode inside the block, and give what answers its messages with a site."""
     path, secret = secret_file(home)
     port = free_port()
     words = ["--superlink", place, "--port", str(port), "--isolation", "process"]
     words += ["--superexec-auth-secret-file", str(path)]
-    if own is None:
+    if certs is None:
         words += ["--insecure"]
     else:
-        words += ["--root-certificates", str(own / files.CA), "--auth-supernode-private-key", str(own / files.SITE)]
+        words += ["--root-certificates", str(certs / files.CA), "--auth-supernode-private-key", str(certs / files.SITE)]
     with running("flower-supernode", words, port, home / "supernode.log") as lives:
         from fedlightning.sites.flower import connection, node, signatures
 
         address = connection.Address(f"127.0.0.1:{port}", None, secret)
 
         def answer_all(answer: Answer, beside: Callable[[], bool]) -> None:
-            known = answer
-            if own is not None:
+            verified_answer = answer
+            if certs is not None:
                 heard = signatures.Heard(home / "heard")
-                known = signatures.verified(answer, own / files.SIGNED, name, heard, refused)
-            node.serve_site(address, known, lambda: beside() and lives())
+                verified_answer = signatures.verified(answer, certs / files.SIGNED, name, heard, refused)
+            node.serve_site(address, verified_answer, lambda: beside() and lives())
 
         yield answer_all

@@ -41,8 +41,8 @@ def host_and_port(place: str) -> tuple[str, int]:
     fits = colon and bare and "/" not in bare and (":" not in bare or bare != host)
     if not fits or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise ConfigurationError(
-            f"superlink={place!r} is no address of a server: it is host:port, such as fl.example.org:8443, with a port from "
-            "1 to 65535 and nothing in front."
+            f"superlink={place!r} is not an address of a server: it is host:port, such as fl.example.org:8443, with a port "
+            "from 1 to 65535 and nothing in front."
         )
     return bare, int(port)
 
@@ -68,7 +68,7 @@ def check_port(host: str, port: int) -> None:
         kind, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (socket.gaierror, UnicodeError):
         raise ConfigurationError(
-            f"host={host!r} is no address of this machine; 0.0.0.0 stands for all of them."
+            f"host={host!r} is not an address of this machine; 0.0.0.0 stands for all of them."
         ) from None
     ends = time.monotonic() + FREED
     while True:
@@ -85,10 +85,10 @@ def check_port(host: str, port: int) -> None:
                 errno.EADDRINUSE: f"port={port} is taken by another program: stop that, or choose another --port here and "
                 "in --superlink of the sites.",
                 errno.EACCES: f"port={port} is not for everybody to listen on: choose one from 1024.",
-                errno.EADDRNOTAVAIL: f"host={host!r} is no address of this machine; 0.0.0.0 stands for all of them.",
+                errno.EADDRNOTAVAIL: f"host={host!r} is not an address of this machine; 0.0.0.0 stands for all of them.",
             }
-            found = why.get(error.errno or 0, f"host={host!r}, port={port}: {error.strerror}.")
-            raise ConfigurationError(found) from None
+            sentence = why.get(error.errno or 0, f"host={host!r}, port={port}: {error.strerror}.")
+            raise ConfigurationError(sentence) from None
 
 
 def unreachable(place: str, authority: Path | None) -> str | None:
@@ -113,8 +113,8 @@ def unreachable(place: str, authority: Path | None) -> str | None:
 
 def proxy_for(host: str, scheme: str) -> str | None:
     """Return the address of the proxy by which a host is reached, as httpx finds it: by the environment."""
-    found = urllib.request.getproxies()
-    address = found.get(scheme) or found.get("all")
+    proxies = urllib.request.getproxies()
+    address = proxies.get(scheme) or proxies.get("all")
     if not address or urllib.request.proxy_bypass(host):
         return None
     return address if "://" in address else f"http://{address}"
@@ -126,7 +126,7 @@ def _through(proxy: str, place: str, authority: Path | None) -> str | None:
     name = f"proxy {at.netloc.rpartition('@')[2]} (of HTTPS_PROXY or the like; hosts in NO_PROXY are reached without)"
     try:
         if at.scheme != "http" or at.hostname is None:
-            return f"The {name} is no HTTP proxy, which is http://HOST:PORT."
+            return f"The {name} is not an HTTP proxy, which is http://HOST:PORT."
         with socket.create_connection((at.hostname, at.port or 80), timeout=WAIT) as connection:
             if authority is None:  # without TLS each request is the proxy's to pass on
                 return None
@@ -143,22 +143,22 @@ def _through(proxy: str, place: str, authority: Path | None) -> str | None:
 
 
 def _connected(connection: socket.socket, at: urllib.parse.SplitResult, place: str) -> str | None:
-    """Ask a proxy for a connection to a place; return the status of its answer, or `None` if that is no HTTP."""
+    """Ask a proxy for a connection to a place; return the status of its answer, or `None` if that is not HTTP."""
     user = ":".join(map(urllib.parse.unquote, (at.username or "", at.password or "")))
-    told = f"Proxy-Authorization: Basic {base64.b64encode(user.encode()).decode()}\r\n" if at.username else ""
-    connection.sendall(f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n{told}\r\n".encode())
+    authorization = f"Proxy-Authorization: Basic {base64.b64encode(user.encode()).decode()}\r\n" if at.username else ""
+    connection.sendall(f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n{authorization}\r\n".encode())
     answer = b""
     while not answer.endswith(b"\r\n\r\n") and len(answer) < HEADERS and (more := connection.recv(1)):
         answer += more  # not a byte of what follows
-    said = re.match(rb"HTTP/1\.[01] (\d{3}[^\r\n]*)", answer)
-    return None if said is None else printable(said[1].decode(errors="replace"), NAME)
+    status_line = re.match(rb"HTTP/1\.[01] (\d{3}[^\r\n]*)", answer)
+    return None if status_line is None else printable(status_line[1].decode(errors="replace"), NAME)
 
 
 def _tls(connection: socket.socket, place: str, host: str, authority: Path) -> str | None:
     try:
         context = ssl.create_default_context(cafile=str(authority))
     except (OSError, ssl.SSLError):
-        return f"{authority} is no certificate: put it back as `fedlightning certificates` has made it."
+        return f"{authority} is not a certificate: put it back as `fedlightning certificates` has made it."
     try:
         with context.wrap_socket(connection, server_hostname=host) as secure:
             return _of_clock(secure, place)
@@ -177,9 +177,9 @@ def _of_clock(server: ssl.SSLSocket, place: str) -> str | None:
     with suppress(OSError):
         server.sendall(f"GET / HTTP/1.1\r\nHost: {place}\r\nConnection: close\r\n\r\n".encode())
         answer = server.recv(HEADERS)
-    told = re.search(rb"\r\ndate: ([^\r\n]+)", answer, re.IGNORECASE)
+    date_header = re.search(rb"\r\ndate: ([^\r\n]+)", answer, re.IGNORECASE)
     try:
-        then = None if told is None else parsedate_to_datetime(told[1].decode()).timestamp()
+        then = None if date_header is None else parsedate_to_datetime(date_header[1].decode()).timestamp()
     except ValueError:
         return None
     ahead = 0.0 if then is None else time.time() - then
@@ -209,21 +209,21 @@ def _of_certificate(error: ssl.SSLCertVerificationError, place: str, host: str, 
     )
 
 
-def check_certificate(own: Path, host: str) -> None:
+def check_certificate(key_folder: Path, host: str) -> None:
     """Refuse a certificate with which a server could not be reached, not even by itself. Nothing is connected for that."""
-    authority, pem, key = (own / name for name in (CA, SERVER, KEY))
+    authority, pem, key = (key_folder / name for name in (CA, SERVER, KEY))
     at_server, at_site = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         at_site.load_verify_locations(authority)
     except (OSError, ssl.SSLError):
         raise ConfigurationError(
-            f"{authority} is no certificate: put it back as `fedlightning certificates` has made it."
+            f"{authority} is not a certificate: put it back as `fedlightning certificates` has made it."
         ) from None
     try:
         at_server.load_cert_chain(pem, key)
     except (OSError, ssl.SSLError):
         raise ConfigurationError(
-            f"{pem} and {key} are no certificate and its key: put both back as `fedlightning certificates` has made them."
+            f"{pem} and {key} are not a certificate and its key: put both back as `fedlightning certificates` has made them."
         ) from None
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = at_site.wrap_bio(back, there, server_hostname=host)

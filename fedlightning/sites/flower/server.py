@@ -101,12 +101,12 @@ class FlowerLink:
         self._client = self._grid._runtime_client  # the interface that Flower's own runner uses
         self._heart = HeartbeatSender(heartbeat(self._client, self._end))
         self._heart.start()
-        found = self._client.PullTaskInput(PullTaskInputRequest())
-        self._context = context_from_proto(found.context)
-        self._grid.set_run(run_from_proto(found.run))
+        task_input = self._client.PullTaskInput(PullTaskInputRequest())
+        self._context = context_from_proto(task_input.context)
+        self._grid.set_run(run_from_proto(task_input.run))
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
-            found.task_id,
-            found.run.run_id,
+            task_input.task_id,
+            task_input.run.run_id,
             self._context.node_id,
         )
 
@@ -150,9 +150,9 @@ class FlowerLink:
     def nodes(self) -> list[str]:
         if not self._lives():
             raise LostConnectionError(ENDED)
-        found = self._ask(lambda: [int(node) for node in self._grid.get_node_ids()], None)
-        if found is not None:
-            self._nodes = [str(node) for node in found if self._allowed is None or node in self._allowed]
+        node_ids = self._ask(lambda: [int(node) for node in self._grid.get_node_ids()], None)
+        if node_ids is not None:
+            self._nodes = [str(node) for node in node_ids if self._allowed is None or node in self._allowed]
         return self._nodes
 
     def missing(self) -> list[str]:
@@ -191,9 +191,9 @@ class FlowerLink:
                 pulled = self._ask(lambda: list(self._grid.pull_messages(list(self._sent))), pulled)
             read = [self._read(message) for message in pulled]
             self._sent.difference_update(name for name, _ in read)
-            found = [(name, content) for name, content in read if name in waiting]
-            if found or time.monotonic() > ends:
-                return found
+            replies = [(name, content) for name, content in read if name in waiting]
+            if replies or time.monotonic() > ends:
+                return replies
             time.sleep(POLL)
 
     def _read(self, message: Message) -> tuple[str, bytes]:

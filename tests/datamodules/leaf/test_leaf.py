@@ -274,25 +274,25 @@ def nobody(found):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (nobody, "is no list of users, table and list"),
+        (nobody, "is not a list of users, table and list"),
         (without_user_data, "no 'users' and 'user_data'"),
         (other_users, "do not name the same users, such as 'nobody'"),
         (fewer_targets, "user 'w_10' has 20 inputs x, 19 targets y"),
         (other_count, "num_samples 13; they must agree"),
         (other_width, r"user 'w_2' has inputs of shape \(12, 783\)"),
-        (a_word, "user 'w_1' has an input that is no list of 784 numbers"),
+        (a_word, "user 'w_1' has an input that is not a list of 784 numbers"),
         (not_a_number, "an input with NaN, or far from all others"),
         (far_away, "an input with NaN, or far from all others"),
         (no_pixel, "a pixel outside of 0 ... 1"),
         (large_label, "user 'w_1' has targets from .* to 62; the classes are 0 to 61"),
-        (half_a_label, "user 'w_1' has a target that is no whole number .1.5"),
-        (endless_label, "user 'w_1' has a target that is no whole number"),
+        (half_a_label, "user 'w_1' has a target that is not a whole number .1.5"),
+        (endless_label, "user 'w_1' has a target that is not a whole number"),
         (a_number_for_a_user, "do not name the same users, such as 7"),
         (a_list_for_a_user, "user 'w_1' has None inputs x"),
-        (one_count, "is no list of users, table and list"),
-        (a_list_of_data, "is no list of users, table and list"),
-        (a_digit_in_quotes, "user 'w_1' has an input that is no list of 784 numbers"),
-        (other_digits, "user 'w_1' has a target that is no whole number .*'1_0'"),
+        (one_count, "is not a list of users, table and list"),
+        (a_list_of_data, "is not a list of users, table and list"),
+        (a_digit_in_quotes, "user 'w_1' has an input that is not a list of 784 numbers"),
+        (other_digits, "user 'w_1' has a target that is not a whole number .*'1_0'"),
         (without_a_user, "1 users have test samples and no training samples, such as 'w_1'"),
     ],
 )
@@ -319,8 +319,8 @@ def test_truncated_missing_and_repeated_files(tmp_path):
     ("kind", "make", "match"),
     [
         (LEAFSent140DataModule, pixels, "sample 1 of user 'w_2' has no text in column 5"),
-        (LEAFCelebADataModule, pixels, "is no name of an image file"),
-        (ShakespeareDataModule, pixels, "is no text of 80 characters"),
+        (LEAFCelebADataModule, pixels, "is not a name of an image file"),
+        (ShakespeareDataModule, pixels, "is not a text of 80 characters"),
     ],
 )
 def test_files_of_another_data_set_are_refused(kind, make, match, tmp_path):
@@ -380,5 +380,5 @@ def test_strange_json_is_refused(text, reason, tmp_path):
 @pytest.mark.parametrize("text", ['{"words": ["a"]}', '["a", 3]', "[]", '{"vocab": "a b"}'])
 def test_a_vocabulary_is_a_list_of_words(text, tmp_path):
     (tmp_path / "embs.json").write_text(text)
-    with pytest.raises(ValueError, match=r"embs.json is no vocabulary"):
+    with pytest.raises(ValueError, match=r"embs.json is not a vocabulary"):
         LEAFSent140DataModule(str(tmp_path), vocabulary=str(tmp_path / "embs.json")).numbers_of("so")

@@ -104,7 +104,7 @@ def test_clients_that_gain_lose_or_stay_below_a_bar(tmp_path):
     assert found(runs, "gaining_share", against=["fedavg"], **options).number == 1.0
     both = incentivised_participation_rate(*(dict(zip("xyz", scores[name], strict=True)) for name in scores))
     assert found(runs, "gaining_share", against=["local", "fedavg"], **options).number == pytest.approx(both / 100)
-    assert found(runs, "opt_outs", against="local", **options).number == pytest.approx(1 / 3)  # a tie is no loss
+    assert found(runs, "opt_outs", against="local", **options).number == pytest.approx(1 / 3)  # a tie is not a loss
     assert found(runs, "clients_below", bar=0.7, **options).number == 1.0
     with pytest.raises(NoValueError, match="no test score 'f1' that a client has in all of the runs a, a"):
         found(runs, "opt_outs", against="local", metric="f1")

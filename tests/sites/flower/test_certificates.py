@@ -67,10 +67,10 @@ def test_a_server_that_nobody_could_reach_does_not_start(made: Path, tmp_path: P
     with pytest.raises(ConfigurationError, match="is not of the authority in"):
         check_certificate(own, "127.0.0.1")
     shutil.copy(tmp_path / "other" / "server" / "server.key", own)
-    with pytest.raises(ConfigurationError, match=r"server\.key are no certificate and its key"):
+    with pytest.raises(ConfigurationError, match=r"server\.key are not a certificate and its key"):
         check_certificate(own, "127.0.0.1")
     (own / "ca.pem").write_text("")
-    with pytest.raises(ConfigurationError, match=r"ca\.pem is no certificate"):
+    with pytest.raises(ConfigurationError, match=r"ca\.pem is not a certificate"):
         check_certificate(own, "127.0.0.1")
 
 

@@ -50,7 +50,7 @@ class Proxy:
 
     Attributes:
         asked: What it was asked for.
-        answer: What it says in the place of yes.
+        answer: What it says in place of yes.
     """
 
     def __init__(self, knows: dict[str, int]) -> None:
