@@ -218,6 +218,7 @@ def plot_partition(
     axes.set_xlim(-0.7, clients - 0.3)
     axes.set_xlabel(axis)
     axes.set_ylabel("samples")
+    axes.locator_params(axis="y", nbins=4)  # five ticks
     axes.spines[["top", "right"]].set_visible(False)
     words = f"{clients} {axis}s, the smallest has {report.min_size} sample{'s' if report.min_size != 1 else ''}"
     if classes > 1:

@@ -26,8 +26,11 @@ def test_a_page_of_rows_made_by_hand(tmp_path):
     assert "| tiny | tiny digits | 1 of 2 | FedProx |" in page(found, tmp_path)
     write("FedProx", [0.8, 0.9, 0.85], mb=2.0)
     text = page(found, tmp_path)
-    assert "| FedProx | a global model | 0.850 ± 0.050 | 0.850 | **+0.100** [+0.100, +0.100], 0.00 | 2.00 | - |" in text
-    assert "| FedProx | 2 | 0.850 | 0.100 | +0.100 | lr 0.1 |" in text and "Older rows" not in text
+    assert (
+        "| FedProx | a global model | 0.850 ± 0.050 | 0.850 | **+0.100** [+0.100, +0.100], p < 0.001 | 2.00 | - |"
+        in text
+    )
+    assert "| FedProx | 2 | 0.850 | 0.100 | +0.100 | `lr` 0.1 |" in text and "Older rows" not in text
     assert "The longest trial took 2 s" in text
     write("FedProx", [0.8, None, 0.85])
     assert "| FedProx | a global model | diverged in 1 of 3 | - | - | 1.00 | - |" in page(found, tmp_path)

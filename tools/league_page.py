@@ -20,6 +20,8 @@ from fedlightning.experiments.league import (
     read_rows,
     standings,
 )
+from fedlightning.report.cells import p_value
+from fedlightning.scores.metrics import metric_label
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, ROWS = ROOT / "docs/results/league.md", ROOT / "benchmarks/league"
@@ -39,7 +41,8 @@ data. Samples that validated in a trial may be tested in another split, for all 
 - *Score*: the model that each client would deploy, on its own test data; mean over clients, then mean and standard deviation
   over splits. *Worst client*: mean over splits.
 - *minus* a reference: difference over the same splits, in brackets the 95 % interval, corrected for the overlap of splits
-  (Nadeau, Bengio 2003), then the p-value, adjusted for all methods of the table (Holm). Bold: below 0.05.
+  (Nadeau, Bengio 2003), then p, adjusted for all methods of the table (Holm). Bold: below 0.05.
+- *MB*: sent up and down in a run. *Gain / MB*: score minus Local's, for each of these.
 - *Equal rounds*: the same score with all of the task's rounds, whatever they cost. *Equal bytes*: score on validation data of
   the models as received (L1), after the last round within FedAvg's bytes.
 - *Last quarter*: gain of the same validation score in the last quarter of the rounds. Where it is not near 0, a method has
@@ -81,7 +84,7 @@ def _overview(league: League, rows: Mapping[str, Mapping[str, Row]]) -> str:
 def _section(league: League, task: LeagueTask, rows: Mapping[str, Row]) -> str:
     lines = standings(league, task, rows)
     minus = " | ".join(f"minus {name}" for name in league.references)
-    head = f"| method | needs | {task.metric} | worst client | {minus} | MB | gain / MB |"
+    head = f"| method | needs | {metric_label(task.metric)} | worst client | {minus} | MB | gain / MB |"
     table = [
         head,
         "|---|---|--:|--:|" + "--:|" * (len(league.references) + 2),
@@ -98,15 +101,18 @@ def _section(league: League, task: LeagueTask, rows: Mapping[str, Row]) -> str:
     parts = [f"## {task.name}\n", f"{task.title[0].upper()}{task.title[1:]}.\n"]
     parts += ["\n".join(table) + "\n", "\n".join(more) + "\n"] if lines else []
     parts += [f"{name} failed: {row['failed']}\n" for name, row in rows.items() if "failed" in row]
-    parts += [f"Not in the table: {name}, {reason}.\n" for name, reason in task.without.items()]
+    parts += [f"Not in the table: {name}: {reason}.\n" for name, reason in task.without.items()]
     old = missing_rows(league, task, rows)[1]
     if old:
         parts.append(_older(task, {name: rows[name] for name in old}))
     now = [rows[line.method] for line in lines]
     seconds = [trial["seconds"] for row in now for trial in row["trials"] if trial["seconds"] is not None]
     commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row["commit"] for row in now))
+    plus = " (+: with files changed since)" if "+" in commits else ""
     longest = f" The longest trial took {max(seconds):.0f} s of a busy core." if seconds else ""
-    return "\n".join([*parts, *([f"Run at commit {commits}.{longest}\n"] if lines else [])])
+    return "\n".join(
+        [*parts, *([f"Run at commit{'s' if ',' in commits else ''} {commits}{plus}.{longest}\n"] if lines else [])]
+    )
 
 
 def _older(task: LeagueTask, rows: Mapping[str, Row]) -> str:
@@ -119,7 +125,7 @@ def _older(task: LeagueTask, rows: Mapping[str, Row]) -> str:
     rounds = " to ".join(map(str, dict.fromkeys((min(lasts), max(lasts)))))
     return (
         f"*Older rows, not converged.* They were made with another setting ({rounds} rounds, 8 random trials), so that "
-        f"their order is that of a transient ({task.metric}): {told}.\n"
+        f"their order is that of a transient ({metric_label(task.metric)}): {told}.\n"
     )
 
 
@@ -138,7 +144,7 @@ def _minus(found: Difference | None) -> str:
         return "-"
     mark = "**" if found.p_holm < 0.05 else ""
     one = found.interval
-    return f"{mark}{one.centre:+.3f}{mark} [{one.low:+.3f}, {one.high:+.3f}], {found.p_holm:.2f}"
+    return f"{mark}{one.centre:+.3f}{mark} [{one.low:+.3f}, {one.high:+.3f}], p {p_value(found.p_holm)}"
 
 
 def _number(value: float | None) -> str:
@@ -146,7 +152,9 @@ def _number(value: float | None) -> str:
 
 
 def _values(row: Row) -> str:
-    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in row["best"].items())
+    """Return the values that were chosen; rounds have a column of their own."""
+    values = {key.rpartition(".")[2]: value for key, value in row["best"].items()}
+    return ", ".join(f"`{name}` {value}" for name, value in values.items() if name != "max_rounds")
 
 
 if __name__ == "__main__":

@@ -181,7 +181,13 @@ def memberships_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
         axis.set_yticks(range(len(clients)), clients, fontsize=7, parse_math=False)  # a client may be called "$x"
         axis.hlines(np.arange(1, len(clients)) - 0.5, 0.5, rounds + 0.5, color="white", lw=1)
     handles = [Patch(color=colours[cluster], label=cluster) for cluster in clusters[:12]]
-    figure.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), 4), fontsize=8, frameon=False)
+    shares = [share for share, _ in strongest.values()]
+    pale = ["paler: a smaller share"] if min(shares) < 1 else []
+    title = "; ".join([*pale, *(["white: not known yet"] if len(shares) < len(clients) * rounds else [])])
+    figure.legend(
+        handles=handles, loc="outside upper center", ncols=min(len(handles), 4), fontsize=8, frameon=False,
+        title=title or None, title_fontsize=8,
+    )  # fmt: skip
     return figure
 
 

@@ -20,7 +20,7 @@ from fedlightning.compat.rich_tables import print_whole
 from fedlightning.datamodules import FederatedDataModule
 from fedlightning.datamodules.base import sort_clients
 from fedlightning.datamodules.report import class_names_of
-from fedlightning.scores.metrics import ACCURACY, SHARES, bare, units_in_words
+from fedlightning.scores.metrics import ACCURACY, SHARES, bare, metric_label, units_in_words
 from fedlightning.storage.files import write_text_atomically
 from fedlightning.study.calibration import calibration, calibration_intervals, wilson
 from fedlightning.study.columns import GLOBAL, LOCAL
@@ -114,7 +114,7 @@ MOST = 5
 INTERVALS = "[95 % interval] over a client's samples: they do not hold what another training would change."
 MEANINGS = {
     "slope": " slope: 1 is perfect, below it risks are too extreme, above it too close to one another.",
-    "in_the_large": " in_the_large: above 0 risks are too low.",
+    "in_the_large": " in the large: above 0 risks are too low.",
 }
 """Column -> how it is read."""
 
@@ -138,7 +138,7 @@ def show_evaluation(
     names = names or [name for name in (scored[0] if scored else {}) if f"{name}_ci95" in scored[0]]
     table = RichTable(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("client", "samples", *names[:MOST]):
-        table.add_column(name, justify="left" if name == "client" else "right", no_wrap=name != "client")
+        table.add_column(metric_label(name), justify="left" if name == "client" else "right", no_wrap=name != "client")
     for line in lines:
         cells = (
             [line["why"], *[""] * (len(names[:MOST]) - 1)] if line["why"] else [_cell(line, n) for n in names[:MOST]]

@@ -13,10 +13,11 @@ from fedlightning.commands.json_output import print_json
 from fedlightning.commands.study import CLI, INTERRUPTED, Parser, show_commands, show_failures
 from fedlightning.commands.terminal import FOLDED, NUMBER, WHOLE, console, print_table, say, shown
 from fedlightning.config.errors import InputError
+from fedlightning.errors import count_of
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.experiment import Experiment
 from fedlightning.experiments.plan import Request
-from fedlightning.experiments.search import Proposals, Search, Trial, combinations, parse_grid, parse_search
+from fedlightning.experiments.search import Proposals, Search, Trial, combinations, name_edges, parse_grid, parse_search
 from fedlightning.scores.metrics import bare, higher_is_better
 
 DESCRIPTION = """\
@@ -68,7 +69,8 @@ def sweep(words: Sequence[str], main: Main) -> int:
         raise InputError("give either --grid KEY=A,B,C or --search KEY=RANGE, each as often as there are keys.")
     if options.trials < 1:
         raise InputError(f"--trials is {options.trials}: give 1 or more.")
-    grid, ranges = list(combinations(parse_grid(options.grid))), parse_search(options.search)
+    choices, ranges = parse_grid(options.grid), parse_search(options.search)
+    grid = list(combinations(choices))
     seeds, screen = options.seeds, console()
     proposals = Proposals(ranges, options.search_seed, higher_is_better(options.metric)) if ranges else None
     *before, file = options.config
@@ -80,12 +82,10 @@ def sweep(words: Sequence[str], main: Main) -> int:
         show_commands(tasks, screen)
         return 0
     with experiment.lock(command=f"fedlightning sweep {shlex.join(words)}", metric=options.metric) as study:
-        size = len(grid) or options.trials
-        say(
-            screen,
-            f"{size} trials x {len(seeds)} seeds = {size * len(seeds)} runs; {options.jobs} at a time; "
-            f"{shown(options.out)}\n",
-        )
+        size = len(grid) if choices else options.trials
+        runs = count_of(range(size * len(seeds)), "run")
+        trials = f"{count_of(range(size), 'trial')} x {count_of(seeds, 'seed')}"
+        say(screen, f"{trials} = {runs}; {options.jobs} at a time; {shown(options.out)}\n")
         finished = search.run(grid) if proposals is None else run_proposals(search, proposals, options, screen)
         if not finished:
             screen.print("\nInterrupted. The same command goes on from here.", highlight=False)
@@ -93,11 +93,13 @@ def sweep(words: Sequence[str], main: Main) -> int:
         states = study.states(list(search.trials), seeds)
         show_failures(study, states["failed"], screen)
         show_trials(search, screen)
+        for sentence in name_edges(search.best.values, choices, ranges) if search.best is not None else ():
+            say(screen, sentence, markup=False)
         if options.test and search.best is not None:
             test_best(search, search.best, options, screen, main)
     if options.json:
-        trials = [{"name": trial.name, "values": trial.values, "objective": trial.objective} for trial in search.ranked]
-        print_json("sweep", out=options.out, metric=options.metric, trials=trials)
+        rows = [{"name": trial.name, "values": trial.values, "objective": trial.objective} for trial in search.ranked]
+        print_json("sweep", out=options.out, metric=options.metric, trials=rows)
     return 1 if states["failed"] or search.best is None else 0
 
 

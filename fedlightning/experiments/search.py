@@ -123,6 +123,11 @@ class Range:
             return f"{self.low * (self.high / self.low) ** share:.4g}"
         return f"{self.low + share * (self.high - self.low):.4g}"
 
+    def share(self, value: float) -> float:
+        """Return how far into the range a value lies, from 0 to 1, in the scale of the range."""
+        low, high, at = (math.log(end) if self.kind == "log" else end for end in (self.low, self.high, value))
+        return (at - low) / (high - low)
+
 
 def parse_search(words: Sequence[str]) -> list[Range]:
     """Parse the words of `--search`.
@@ -165,6 +170,38 @@ def _key(option: str, word: str, form: str, keys: Any) -> tuple[str, str]:
     if key in keys:
         raise InputError(f"{option} {word}: {key} is given twice. Put all its values in one.")
     return key, text
+
+
+EDGE = 0.05
+"""A value in this share of a range at either end is at its edge."""
+
+
+def name_edges(values: Values, grid: Mapping[str, Sequence[str]], ranges: Sequence[Range] = ()) -> Iterator[str]:
+    """Yield a sentence for every number that lies at the edge of what was tried: a better one may lie beyond.
+
+    Example:
+        >>> list(name_edges({"model.lr": "0.1"}, {"model.lr": ["0.01", "0.1"]}))
+        ['model.lr 0.1 is at the upper edge of 0.01 to 0.1: larger values may be better.']
+    """
+    tried = {key: [number for number in map(_number, of) if number is not None] for key, of in grid.items()}
+    spaces = {key: Range(key, "int", min(of), max(of)) for key, of in tried.items() if len(set(of)) > 1}
+    spaces |= {space.key: space for space in ranges if space.kind != "choice"}
+    for key, space in spaces.items():
+        number = _number(values[key])
+        share = 0.5 if number is None else space.share(number)
+        width = 0.0 if space.kind == "int" else EDGE
+        if not width < share < 1 - width:
+            end, more = ("upper", "larger") if share > 0.5 else ("lower", "smaller")
+            yield (
+                f"{key} {values[key]} is at the {end} edge of {space.low:g} to {space.high:g}: {more} values may be better."
+            )
+
+
+def _number(text: str) -> float | None:
+    try:
+        return number if math.isfinite(number := float(text)) else None
+    except ValueError:
+        return None
 
 
 # -- trials ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.utils.data import DataLoader, Subset
 
 from fedlightning.client.probes import NoLossError, sample_losses
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.base import FederatedDataModule, sort_clients
 from fedlightning.seeding import generator
 from fedlightning.study.predicted import class_probabilities, members_of
 from fedlightning.trainer import FederatedTrainer
@@ -163,7 +163,8 @@ def leakage(
     """
     missing: list[str] = []
     data = members_of(trainer, data)
-    models: dict[str, list[str]] = {"global": list(data.client_ids)} | {client: [client] for client in data.client_ids}
+    models: dict[str, list[str]] = {"global": list(data.client_ids)}
+    models |= {client: [client] for client in sort_clients(data.client_ids)}
     rows, global_module = [], None
     for name, clients in models.items():
         try:

@@ -103,8 +103,9 @@ def make_page(
         or (
             f"{', '.join(studies)}: {word}"
             if several
-            else f"{_data_name(first)}: {word} of {count_of(methods, 'method')}"
+            else f"{_data_name(first)}: {word} of {methods[0] if len(methods) == 1 else count_of(methods, 'method')}"
         ),
+        kicker="Report of one federated method" if len(methods) == 1 else Page.kicker,
         subtitle=f"{len(studies)} data sets, {count_of(methods, 'method')}" if several else _facts_line(first),
         answers={context.name: answers(context) for context in contexts},
         problems=[trouble for context in contexts for trouble in _troubles(context, "problem")],

@@ -29,10 +29,11 @@ def answers(context: Context) -> list[Answer]:
     if not methods:
         return []
     first = methods[0]
-    best = _best(context, first, ranked)
+    alone = len(context.overview) == 1
+    best = _alone(context, first) if alone else _best(context, first, ranked)
     if best.method is None:  # nothing was learnt: what differs means nothing
         return [best]
-    questions = [best, _real(context, first, methods), _whom(context, first, methods)]
+    questions = [best, None if alone else _real(context, first, methods), _whom(context, first, methods)]
     return [answer for answer in (*questions, _price(methods, first)) if answer is not None]
 
 
@@ -41,12 +42,23 @@ def _complete(row: Row) -> bool:
     return is_number(row["mean"]) and bool(row["comparable"]) and row["n_seeds"] == row["seeds"]
 
 
+def _alone(context: Context, only: Row) -> Answer:
+    question, constant = "How good is it on average?", no_better_than_constant(context.study.data)
+    if constant is not None:
+        return Answer(question, f"Not clearly better than {_constant(context)}", constant)
+    sentence = f"The mean test {context.metric} of {only['method']} over clients is {_score(only)}."
+    return Answer(question, f"{context.metric}: {number(only['mean'])}", sentence, only["method"])
+
+
+def _constant(context: Context) -> str:
+    level = context.study.reference()
+    return "chance" if level is None or level.name == "chance" else "a constant answer"
+
+
 def _best(context: Context, first: Row, ranked: Sequence[Row]) -> Answer:
     constant = no_better_than_constant(context.study.data)
     if constant is not None:
-        level = context.study.reference()
-        what = "chance" if level is None or level.name == "chance" else "a constant answer"
-        return Answer("Which method is best on average?", f"None is clearly better than {what}", constant)
+        return Answer("Which method is best on average?", f"None is clearly better than {_constant(context)}", constant)
     end = "highest" if context.higher else "lowest"
     among = "Among the federated methods, " if any(row["role"] in YARDSTICKS for row in ranked) else ""
     sentence = f"{among}{first['method']} has the {end} mean test {context.metric} over clients: {_score(first)}."
@@ -125,11 +137,11 @@ def _whom(context: Context, first: Row, methods: Sequence[Row]) -> Answer | None
     worst = [row for row in methods if is_number(row.get("worst"))]
     kindest = (max if context.higher else min)(worst, key=lambda row: row["worst"]) if worst else None
     whose = "The" if first["role"] in YARDSTICKS else "Among the federated methods, the"
-    kindness = (
-        f" {whose} worst-served client fares best with {kindest['method']} ({number(kindest['worst'])})."
-        if kindest
-        else ""
-    )
+    kindness = ""
+    if kindest is not None:
+        value = number(kindest["worst"])
+        fares = f"has {value}" if len(context.overview) == 1 else f"fares best with {kindest['method']} ({value})"
+        kindness = f" {'The' if len(context.overview) == 1 else whose} worst-served client {fares}."
     if gains is not None:
         better, total, reference = gains
         return Answer(

@@ -55,6 +55,7 @@ LABELS = {
     "f1_macro_all": "macro F1 over all classes",
     "mae": "MAE",
     "mse": "MSE",
+    "pearson": "Pearson's r",
     "r2": "R²",
     "rmse": "RMSE",
 }
@@ -76,15 +77,15 @@ def units_in_words(metric: str, target: str | None, statistics: Sequence[float] 
 
     Example:
         >>> units_in_words("mse", "days", [12, 6])
-        'mse is in squared standard deviations of days: times 36 it is in its own squared units.'
+        'MSE is in squared standard deviations of days: times 36 it is in its own squared units.'
     """
     if metric not in ("rmse", "mae", "mse"):
         return None
-    of, squared = target or "the target", "squared " if metric == "mse" else ""
+    name, of, squared = metric_label(metric), target or "the target", "squared " if metric == "mse" else ""
     if statistics is None:
-        return f"{metric} is in the {squared}units of {of}."
+        return f"{name} is in the {squared}units of {of}."
     times = float(statistics[1]) ** (2 if squared else 1)
-    return f"{metric} is in {squared}standard deviations of {of}: times {times:g} it is in its own {squared}units."
+    return f"{name} is in {squared}standard deviations of {of}: times {times:g} it is in its own {squared}units."
 
 
 def bounds_of(modules: Iterable[Any]) -> dict[str, tuple[float, float]]:

@@ -116,7 +116,7 @@ def class_probabilities(module: LightningModule, loader: Iterable[Any]) -> tuple
         if not isinstance(target, torch.Tensor) or target.dim() != 1:
             raise ValueError("batches have no labels in the second place")
         if target.is_floating_point() and not torch.equal(target, target.round()):
-            raise ValueError("the outcome is a number, not a class; calibration and decision curves are of classes")
+            raise ValueError("the outcome is a number: there are no probabilities of classes")
         rows.append(probabilities.double().cpu().numpy())
         labels.append(target.long().cpu().numpy())
     return np.concatenate(rows), np.concatenate(labels)

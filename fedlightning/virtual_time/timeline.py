@@ -83,7 +83,7 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], rounds: Mapping[int, floa
     rows = [row for row in rows if row["began"] < end]
     clients = sorted({row["client"] for row in rows}, key=lambda name: (len(name), name))[:MOST]
     height = 0.22 * len(clients) + 2.2
-    figure = Figure(figsize=(7.2, height), layout="constrained")
+    figure = Figure(figsize=(5.4, height), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[max(0.22 * len(clients), 0.6), 1.0])
     colours = {"taken": "#0072B2", "late": "#D55E00", "stale": "#CC79A7", "failed": "#555555"}
@@ -114,7 +114,7 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], rounds: Mapping[int, floa
         if points:
             below.scatter(*zip(*points, strict=True), s=9, color=colours[outcome])
     below.set_ylabel("staleness")
-    below.set_ylim(-0.5, max([row["staleness"] for row in rows], default=0) + 0.5)
+    below.set_ylim(-0.5, max([1, *(row["staleness"] for row in rows)]) + 0.5)
     below.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     below.set_xlabel("virtual seconds")
     below.set_xlim(0, 1.01 * end)

@@ -18,6 +18,7 @@ from fedlightning.experiments.search import (
     Trial,
     combinations,
     have_ledgers,
+    name_edges,
     objective,
     override,
     parse_grid,
@@ -133,6 +134,25 @@ def test_a_diverged_client_is_no_better_than_a_failed_run(tmp_path):
     assert [trial.values["model.lr"] for trial in ranked(trials)] == ["2", "1"]
 
 
+@pytest.mark.parametrize(
+    ("grid", "ranges", "value", "side"),
+    [
+        (["model.lr=0.1,0.01,1"], [], "0.1", None),
+        (["model.lr=0.1,0.01,1"], [], "0.01", "smaller"),
+        (["model.lr=0.1"], [], "0.1", None),
+        (["model.lr=relu,tanh"], [], "tanh", None),
+        ([], ["model.lr=log:1e-4:1"], "0.8", "larger"),
+        ([], ["model.lr=log:1e-4:1"], "0.0003", None),
+        ([], ["model.lr=uniform:0:1"], "0.0003", "smaller"),
+        ([], ["model.lr=int:1:4"], "4", "larger"),
+        ([], ["model.lr=choice:1,2"], "2", None),
+    ],
+)
+def test_a_number_at_the_edge_of_what_was_tried_is_said(grid, ranges, value, side):
+    sentences = list(name_edges({"model.lr": value}, parse_grid(grid), parse_search(ranges)))
+    assert len(sentences) == (side is not None) and all(f"{side} values" in sentence for sentence in sentences)
+
+
 def test_ranks_go_both_ways():
     trials = [Trial({"model.lr": str(value)}, {0: value}) for value in (0.2, 0.9, 0.5)]
     assert [trial.objective for trial in ranked(trials)] == [0.2, 0.5, 0.9]
@@ -189,6 +209,7 @@ def test_a_sweep_finds_the_lowest_validation_loss_and_leaves_test_data_alone(tmp
     assert found["best"] in lines[-2]  # best first
     best = {trial["trial"]: trial for trial in found["trials"]}[found["best"]]
     assert yaml.safe_load(Path("out/best.yaml").read_text())["model"]["init_args"] == {"lr": best["values"]["model.lr"]}
+    assert "2 trials x 1 seed = 2 runs" in shown and "is at the " in shown
     before = {path: path.stat().st_mtime_ns for path in Path("out/runs").rglob("*.*")}
     assert main([*words[:-1], "model.lr=0.3,0.0001"]) == 0  # nothing is run again, in whatever order
     assert {path: path.stat().st_mtime_ns for path in Path("out/runs").rglob("*.*")} == before

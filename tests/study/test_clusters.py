@@ -59,7 +59,7 @@ def test_page_and_files(folder, tmp_path):
     section = clusters(Context(study, styles(study.data.methods)))
     reader = Reader(render(Page("clusters", "", {}, sections=[section])))
     assert reader.errors == [] and "figure-clusters-ifca" in reader.ids and "ifca, seed 0" in reader.text
-    assert "Black lines part the planted groups." in reader.text and "first seed" in reader.text
+    assert "Strong lines part the planted groups." in reader.text and "first seed" in reader.text
     assert [row[0][0].strip() for row in reader.tables["table-clusters"]] == ["ifca"]
     assert clusters in PARTS, "a report shows it"
 

@@ -72,7 +72,7 @@ def published_against_ours(lines: Sequence[Line]) -> Figure:
         axes.set_xlabel("value")
     else:
         axes.set_xlim(-_FARTHEST * 1.08, _FARTHEST * 1.08)
-        axes.set_xlabel("distance from published, in tolerances")
+        axes.set_xlabel("tolerances from published")
     return figure
 
 

@@ -11,9 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedlightning.report.cells import is_number
-from fedlightning.report.drawing import WIDE, no_value, panel, rows_of, upright
+from fedlightning.report.drawing import WIDE, WIDTH, no_value, panel, rows_of, upright
 from fedlightning.report.styles import BAD, INK, ON_BRIGHT, ON_DARK, SEQUENTIAL, Style, short_names
 
+NARROW = 4
+"""Up to this many methods fit into a map of one column of the page, which a telephone shows whole."""
 MANY = 24
 """Up to this many clients are named; more are a row of colour each."""
 Scores = Mapping[str, float | None]
@@ -31,9 +33,10 @@ def client_map(values: Mapping[str, Scores], gains: bool) -> Figure:
     most = max(map(abs, ends)) or 1.0
     limits = (-most, most) if gains else ends if ends[0] < ends[1] else (ends[0] - 0.5, ends[1] + 0.5)
     methods, many = short_names(values, 16), len(clients) > MANY
-    angle = upright(list(methods.values()), 115)
+    narrow = len(methods) <= NARROW
+    angle = upright(list(methods.values()), 42 if narrow else 115)
     height = (3.4 if many else 0.7 + 0.24 * max(4, len(clients))) + (1.2 if angle else 0.0)
-    figure, axes = panel(height=height, width=WIDE)
+    figure, axes = panel(height=height, width=WIDTH if narrow else WIDE)
     image = _map(axes, table, limits, "RdBu" if gains else SEQUENTIAL)
     axes.set_xticks(range(len(methods)), list(methods.values()), rotation=angle)
     if many:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedlightning.report.cells import Column, Kind, counted, is_number, is_ranked, summary
 from fedlightning.report.context import METHOD, Context
-from fedlightning.report.figures.clients import client_map, heat_map, strips
+from fedlightning.report.figures.clients import NARROW, client_map, heat_map, strips
 from fedlightning.report.html import Gallery, Section, Table
 from fedlightning.study.failures import site_of
 
@@ -43,7 +43,11 @@ def clients(context: Context) -> Section | None:
         "clients",
         "Which client gets what",
         "Clients",
-        [context.gallery([picture], table, reading, open=False, wide=True), _gains(context, names), _harm(context)],
+        [
+            context.gallery([picture], table, reading, open=False, wide=len(shown) > NARROW),
+            _gains(context, names),
+            _harm(context),
+        ],
     )
 
 
@@ -113,7 +117,11 @@ def matrices(context: Context) -> Section | None:
     matrix_by_method = {
         row["method"]: context.study.matrix(row["method"]) for row in context.overview if row["n_seeds"]
     }
-    matrix_by_method = {method: matrix for method, matrix in matrix_by_method.items() if matrix and _numbers(matrix)}
+    matrix_by_method = {
+        method: matrix
+        for method, matrix in matrix_by_method.items()
+        if matrix and _mean(matrix, diagonal=False) is not None
+    }
     if not matrix_by_method:
         return None
     values = [value for matrix in matrix_by_method.values() for value in _numbers(matrix)]

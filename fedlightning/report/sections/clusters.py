@@ -147,7 +147,7 @@ def _maps(context: Context, rows: list[dict[str, Any]]) -> Gallery | None:
     if several:
         reading += " Pictures are of the first seed: clusters of two runs have only their names in common."
     if grouped:
-        reading += " Black lines part the planted groups."
+        reading += " Strong lines part the planted groups."
     if many:
         reading += f" More than {LEGEND} clusters have no legend; the table names them."
     return context.gallery(pictures, table, reading, open=len(lines) <= MANY)

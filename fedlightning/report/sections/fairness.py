@@ -41,7 +41,9 @@ def fairness(context: Context) -> Section | None:
     table = context.table(
         "fairness", "Spread over clients, and incentives", _columns(context, rows), rows, incentives_in_words(rows)
     )
-    notes = ["PMA and opt-outs are empty: they need a FedAvg run on the same splits, seeds and rounds."]
+    notes = [
+        "Personal model appeal and opt-outs are left out: they need a FedAvg run on the same splits, seeds and rounds."
+    ]
     return context.section(
         "fairness",
         "Fairness and incentives",

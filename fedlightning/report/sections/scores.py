@@ -46,11 +46,11 @@ def overview(context: Context) -> Section | None:
     whiskers = f"{bars}Ticks: single seeds." if seeds > 1 else "One seed, so no intervals."
     table = context.table(
         "overview",
-        "All methods, best mean first",
-        _columns(context),
+        "All methods, best mean first" if len(rows) > 1 else "Deployed models in numbers",
+        _columns(context, len(rows) > 1),
         rows,
         [
-            _BOLD,
+            *([_BOLD] if len(rows) > 1 else []),
             *_not_asked(context),
             *incentives_in_words(rows),
             *_units(context),
@@ -69,9 +69,15 @@ def overview(context: Context) -> Section | None:
     )
 
 
-def _columns(context: Context) -> list[Column]:
-    """Return the columns of the overview."""
+def _columns(context: Context, several: bool) -> list[Column]:
+    """Return the columns of the overview, with the difference to the best of several methods."""
     better = context.better
+    gaps = [
+        Column(
+            "gap", "difference", "difference", interval="gap_ci95", group="to the best mean", help="paired over seeds"
+        ),
+        Column("gap_p", "p", "p", group="to the best mean", help="over seeds, not adjusted"),
+    ]
     added = "sum of the two scores" if context.higher else "the two scores added"
     return [
         METHOD,
@@ -83,8 +89,7 @@ def _columns(context: Context) -> list[Column]:
         Column(POOLED, "mean", group="all clients’ data", better=better, help="deployed models on all clients' test data"),
         Column("sum", "sum", group="all clients’ data", better=better, help=added),
         Column(GLOBAL, "mean", group="global model", better=better, help="the server's model on each client's data"),
-        Column("gap", "difference", "difference", interval="gap_ci95", group="to the best mean", help="paired over seeds"),
-        Column("gap_p", "p", "p", group="to the best mean", help="over seeds, not adjusted"),
+        *(gaps if several else []),
         Column("ipr", "IPR", "percent", group="incentives", better="high", help="incentivised participation rate"),
         Column("opt_outs", "opt out", "percent", group="incentives", better="low", help="clients worse off than with FedAvg"),
         Column("mb_total", "MB", "amount", group="price of a run", help="sent up and down"),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedlightning.datamodules.report import PartitionReport
+from fedlightning.errors import count_of
 from fedlightning.report.cells import Column, number
 from fedlightning.report.context import METHOD, Context
 from fedlightning.report.figures.partition import partition_bars
@@ -53,7 +54,8 @@ def partition(context: Context) -> Section | None:
     columns += [Column(split, split, "count", group="samples") for split in ("train", "val", "test")]
     columns += [Column("tv", "distance", decimals=2, help="total variation distance to the labels of all clients")]
     columns += [Column(f"class {name}", name, "count", group="training samples of class") for name in names if by_class]
-    caption = f"{len(clients)} clients with {report.sizes.min()} to {report.sizes.max()} training samples"
+    least, most = report.sizes.min(), report.sizes.max()
+    caption = f"{count_of(clients, 'client')} with {least if least == most else f'{least} to {most}'} training samples"
     if by_class:
         caption += (
             f" of {count} classes; mean total variation distance to the labels of all {report.mean_total_variation:.2f}"

@@ -36,7 +36,8 @@ def terms(context: Context) -> Section | None:
         for line in lines
     ]
     differ = [problem.text for problem in context.study.problems if problem.kind == "unequal_terms"]
-    sentences = differ or ["All methods were trained on equal terms but for the numbers above."]
+    equal = ["All methods were trained on equal terms but for the numbers above."] if len(rows) > 1 else []
+    sentences = differ or equal
     notes = ["“no memory”: SGD without momentum or schedule, for which keeping and resetting are the same.", *sentences]
     table = context.table("terms", "Terms of training", _COLUMNS, rows, notes, seeds=False)
     return context.section("terms", "On which terms each method was trained", "Terms", [table])

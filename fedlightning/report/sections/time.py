@@ -53,7 +53,7 @@ def _curve(context: Context) -> Gallery | None:
         f"Validation {context.metric} against virtual seconds ({STAGES[stage]})",
         f"Lines: {words} against virtual seconds; at the end "
         + summary([(method, points[-1][1]) for method, points in lines.items()]),
-        partial(curves, lines, context.styles, "virtual seconds", words),
+        partial(curves, lines, context.styles, "virtual seconds", words, runs={} if context.few_seeds else None),
     )
     columns = [
         METHOD,
@@ -61,7 +61,9 @@ def _curve(context: Context) -> Gallery | None:
         Column("time", "virtual seconds", "amount"),
         Column("mean", "mean", decimals=4, radius="ci95_radius"),
     ]
-    return context.gallery([picture], context.table("time-curve", f"{words} by virtual time", columns, rows))
+    return context.gallery(
+        [picture], context.table("time-curve", f"Validation {context.metric} by virtual time", columns, rows)
+    )
 
 
 def _timelines(context: Context, methods: list[str]) -> Gallery | None:
@@ -84,6 +86,6 @@ def _timelines(context: Context, methods: list[str]) -> Gallery | None:
                 partial(timeline_figure, trips, steps),
             )
         )
-    reading = "Dark: download and computing; pale: upload. Lines: steps of the server."
+    reading = "Dark: download and computing; pale: upload; taken: used by the server. Lines: steps of the server."
     table = context.table("timeline", "Steps of the server" + (" at the first seed" if several else ""), columns, rows)
     return context.gallery(pictures, table, reading)

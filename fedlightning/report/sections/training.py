@@ -75,6 +75,8 @@ def learning_curves(context: Context) -> Section | None:
 
 
 def _spread(context: Context) -> str:
+    if len(context.study.data.seeds) < 2:
+        return ""
     return "; thin lines: single seeds" if context.few_seeds else "; band: 95\u00a0% interval over seeds"
 
 
