@@ -243,8 +243,8 @@ def _refuse_optimizers(optimizers: Iterable[Any], optimizer_state: str) -> None:
         kind = type(optimizer)
         if kind is not SGD:
             raise ValueError(
-                f"SCAFFOLD(option=2) reads gradients off the parameters' movement, and {kind.__name__}'s movement is no "
-                "sum of gradients. Use SCAFFOLD(option=1), which takes any optimizer, or SGD."
+                f"SCAFFOLD(option=2) reads gradients off the parameters' movement, and {kind.__name__}'s movement is not "
+                "a sum of gradients. Use SCAFFOLD(option=1), which takes any optimizer, or SGD."
             )
         if any(group.get("maximize") for group in optimizer.param_groups):
             raise ValueError("SCAFFOLD(option=2) takes descent for granted, but the module's SGD has maximize=True.")

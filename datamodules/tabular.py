@@ -389,9 +389,9 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         columns += one_hot(cells, named, len(words))
 
     @property
-    def coupled_records(self) -> str:
+    def coupled_features(self) -> str:
         if not self._scaled_by_rows:
-            return super().coupled_records
+            return ""
         return (
             f"{self._scaled_by_rows[0]!r} is scaled by the mean and deviation of all rows of a client (scale: local). Give "
             "statistics of a public sample for such columns, or scale: none."

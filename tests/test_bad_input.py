@@ -324,5 +324,5 @@ def test_calls_without_a_model_or_data_say_what_to_pass():
 @pytest.mark.parametrize("client", ["", " ", "\ud800"])
 def test_names_that_name_nobody(tmp_path, client):
     data = toy_data({client: 24, "b": 24})
-    with pytest.raises(ConfigurationError, match=r"no name of a client: it must be|no valid Unicode"):
+    with pytest.raises(ConfigurationError, match=r"not a name of a client: it must be|not valid Unicode"):
         make_trainer(tmp_path).fit(Toy(), data)

@@ -200,14 +200,10 @@ class UpdateCollector:
     def refuse_if_too_few(self) -> None:
         """End the run where fewer clients than needed contributed; of one it is enough that it came."""
         server = self.server
-        clients = [
-            update_done
-            for update_done in self.done
-            if update_done.client in server.num_samples and not update_done.left_out
-        ]
+        clients = [update for update in self.done if update.client in server.num_samples and not update.left_out]
         visited = dict.fromkeys(update.client for update in clients)
         counted = {update.client for update in contributors(clients)}
-        idle = {update_done.client for update_done in clients if update_done.contributed is False} - counted
+        idle = {update.client for update in clients if update.contributed is False} - counted
         failed = {client: f"client '{client}' took no real step" for client in visited if client in idle}
         failed |= {update.client: update.error for update in clients if update.error is not None}
         needed, there = self.policy.needed(len(visited)), len(visited) - len(failed)

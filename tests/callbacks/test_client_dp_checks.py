@@ -46,7 +46,6 @@ def test_a_large_delta_is_told(clients, delta, count):
 
 
 def test_few_clients_are_told_that_noise_drowns_them(tmp_path):
-    data = toy_data()
     trainer = make_trainer(tmp_path, callbacks=[ClientDP(delta=1e-3, noise_multiplier=1.0)], max_rounds=1)
-    with pytest.warns(UserWarning, match=f"ClientDP hides one of {len(data.client_ids)} clients: the noise"):
-        trainer.fit(Toy(), data)
+    with pytest.warns(UserWarning, match="ClientDP hides one of 3 clients: the noise"):
+        trainer.fit(Toy(), toy_data())

@@ -152,5 +152,5 @@ class Breaks(FedProx):
 
 
 def test_a_raw_error_is_found():
-    with pytest.raises(AssertionError, match="no sentence about them: AttributeError"):
+    with pytest.raises(AssertionError, match="not a sentence about them: AttributeError"):
         check_pair(FedProx(), Breaks())

@@ -117,7 +117,7 @@ def test_a_grid_is_no_configuration_of_one_run():
     ("text", "reason"),
     [
         (b"methods: {a: {}}\nvariants: {b: {}, b: c.yaml}", "'b' stands there twice"),
-        (b"\xff\xfe", "no YAML"),
+        (b"\xff\xfe", "not a YAML"),
         (b"", "no named"),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_module_that_holds_itself_is_refused(maker):
     state = own_state()
     net = object_of("torch.nn.modules.container:Sequential", state)
     state["_modules"] = {"0": net}
-    with pytest.raises(UnreadableError, match="no whole module"):
+    with pytest.raises(UnreadableError, match="not a whole module"):
         fedlightning.load(maker.write(net))
 
 

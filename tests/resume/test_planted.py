@@ -224,7 +224,7 @@ def test_a_tree_that_names_a_function_needs_trust(tmp_path):
 def test_a_class_that_is_no_imported_module_is_refused(tmp_path, name):
     path = exported(tmp_path, lambda own: {"class": name})
     with pytest.raises(
-        (UntrustedError, UnreadableError), match=r"module\.ckpt is (not opened: it names|no checkpoint)"
+        (UntrustedError, UnreadableError), match=r"module\.ckpt is (not opened: it names|not a checkpoint)"
     ):
         fedlightning.load(path)
 

@@ -266,7 +266,7 @@ def test_a_file_that_cannot_be_written_ends_nothing(tmp_path):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda found: "{", "no JSON"),
+        (lambda found: "{", "not JSON"),
         (lambda found: [], "no entries"),
         (lambda found: found | {"format": 9}, "its format is 9"),
         (lambda found: found | {"kind": ["server"]}, "neither"),

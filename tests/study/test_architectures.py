@@ -56,6 +56,6 @@ def test_the_report_and_the_file_have_them(study, tmp_path):
 
 def test_nobody_is_asked_for_a_fedavg_that_cannot_be(study, tmp_path):
     assert not any("FedAvg" in problem.text for problem in find_problems(study.data))
-    plain = Study([run(tmp_path, "fd", 0, {"a": 0.6, "b": 0.5}, architectures=False)])
+    plain = Study([run(tmp_path, m, 0, {"a": 0.6, "b": 0.5}, architectures=False) for m in ("fd", "fedmd")])
     assert any("FedAvg" in problem.text for problem in find_problems(plain.data))
     assert plain.architectures() == [] and "architectures" not in write_comparison(plain, tmp_path)

@@ -105,7 +105,7 @@ def test_a_run_in_the_current_folder_is_read_in_full(folder, monkeypatch):
         (lambda text: text.replace("\n3,0,", "\n3,nobody,", 1), "no client 'nobody'"),
         (lambda text: text.replace("\n3,", "\n2,"), "again"),
         (lambda text: text.replace("cluster 2", "cluster 2,more", 1), "cells"),
-        (lambda text: "\xff\xfe" + text, "no text"),
+        (lambda text: "\xff\xfe" + text, "not text"),
         (lambda text: "", "its end is missing"),
     ],
 )

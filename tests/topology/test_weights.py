@@ -184,7 +184,7 @@ def test_files_that_are_no_graphs(tmp_path):
     with pytest.raises(ValueError, match="directed graph"):
         make_graph(str(tmp_path / "directed.graphml"), list("abc"))
     (tmp_path / "broken.graphml").write_text("<graph")
-    with pytest.raises(ValueError, match="no GraphML"):
+    with pytest.raises(ValueError, match="not GraphML"):
         make_graph(str(tmp_path / "broken.graphml"), list("abc"))
 
 
