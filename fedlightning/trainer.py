@@ -269,7 +269,7 @@ class FederatedTrainer(metaclass=_InText):
                 configuration; a sentence says why.
         """
         started = time.monotonic()
-        model = arguments.check_model(model)
+        model = arguments.check_model(model, self.arguments)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
         run, is_new = find_run(self.arguments, resume)
         self.federation, self.stopped_by = None, None
@@ -369,7 +369,7 @@ class FederatedTrainer(metaclass=_InText):
         with ExitStack() as stack:
             if run is not None and is_writing_process():
                 stack.callback(run.remove_empty)
-            model = arguments.check_model(model)
+            model = arguments.check_model(model, self.arguments)
             kept = [*self.options.callbacks.protecting, *self.options.ordinary_callbacks]
             options = self.options.copied(callbacks=kept, held_out=None)  # what methods make of a model plays no role
             federation = assemble(options, model, data, run, go_on=False)
@@ -411,7 +411,7 @@ class FederatedTrainer(metaclass=_InText):
         Raises:
             ValueError: If module, data and callbacks cannot work together; a sentence says why.
         """
-        model = arguments.check_model(model)
+        model = arguments.check_model(model, self.arguments)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
         return assemble_dry_run(self.options, model, data)
 

@@ -28,6 +28,36 @@ class WithoutRange(FederatedCallback):
         self.share = share
 
 
+class ByHand(Toy):
+    """Steps its optimizer itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("local_loop", ["auto", "trainer"])
+@pytest.mark.parametrize(
+    "option", [{"gradient_clip_val": 1}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}]
+)
+def test_what_automatic_optimization_does_is_refused_for_a_module_that_steps_by_hand(option, local_loop, tmp_path):
+    """Lightning's Trainer refuses it; the fast loop went on without it."""
+    ((name, value),) = option.items()
+    with pytest.raises(ConfigurationError, match=f"^{name}={value} does nothing for ByHand, which optimizes by hand"):
+        federate(ByHand(), toy_data(), root=tmp_path, local_loop=local_loop, **option)
+
+
+@pytest.mark.parametrize("option", [{}, {"gradient_clip_val": 0.0}, {"accumulate_grad_batches": 1}])
+def test_what_does_nothing_anyway_is_let_in(option, tmp_path):
+    federate(ByHand(), toy_data(), root=tmp_path, max_rounds=1, **option)
+
+
 def test_numbers_of_numpy_are_numbers(tmp_path):
     trainer = make_trainer(tmp_path, max_rounds=np.int64(2), participation=np.float32(0.5), seed=np.int64(3))
     assert [type(trainer.arguments[name]) for name in ("max_rounds", "participation")] == [int, float]

@@ -26,13 +26,19 @@ from fedlightning.errors import ConfigurationError, listed
 from fedlightning.models.client_models import ClientModels
 
 
-def check_model(model: Any) -> LightningModule:
-    """Return a LightningModule instance, or refuse. One of `pytorch_lightning` is made one of `lightning.pytorch`."""
+def check_model(model: Any, arguments: Mapping[str, Any]) -> LightningModule:
+    """Return a LightningModule instance, or refuse. One of `pytorch_lightning` is made one of `lightning.pytorch`.
+
+    Args:
+        model: What the user gave.
+        arguments: The trainer's arguments.
+    """
     if not isinstance(model, LightningModule):
         adapt(model)
     if isinstance(model, LightningModule):
         for module in map(model.model, model.models) if isinstance(model, ClientModels) else [model]:
             _check_module(module)
+            _refuse_manual(module, arguments)
         return model
     if model is None:
         raise ConfigurationError("There is no model to train. Pass a LightningModule: fit(MyModule(), datamodule).")
@@ -43,6 +49,21 @@ def check_model(model: Any) -> LightningModule:
     if kind == "OptimizedModule":  # of torch.compile
         way_out = "Pass the module that torch.compile was given; it may compile its network in __init__."
     raise ConfigurationError(f"fit() got {kind} as model. {way_out}")
+
+
+def _refuse_manual(model: LightningModule, arguments: Mapping[str, Any]) -> None:
+    """Refuse what is done in automatic optimization only, for a module that steps by hand: it would do nothing."""
+    idle = [
+        name
+        for name, off in (("gradient_clip_val", 0), ("accumulate_grad_batches", 1))
+        if (arguments[name] or off) != off
+    ]
+    if idle and not model.automatic_optimization:
+        raise ConfigurationError(
+            f"{idle[0]}={arguments[idle[0]]!r} does nothing for {type(model).__name__}, which optimizes by hand "
+            "(automatic_optimization = False). Leave it out, and call self.clip_gradients(...) or step less often in "
+            "training_step."
+        )
 
 
 def _check_module(model: LightningModule) -> None:

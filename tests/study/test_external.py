@@ -145,7 +145,7 @@ class Gives(Classifier):
     "found, target, why",
     [
         (torch.tensor([0.2, 0.9]), torch.tensor([[1.0, 7.0], [0.0, 3.0]]), "survival is judged by its C-index"),
-        (torch.tensor([0.2, 0.9]), torch.tensor([0.1, 0.8]), "a number, not a class"),
+        (torch.tensor([0.2, 0.9]), torch.tensor([0.1, 0.8]), "the outcome is a number: there are no probabilities"),
         (torch.tensor([[2.0, -1.0], [0.0, 1.0]]), torch.tensor([0, 1]), "they do not add up to 1"),
         (torch.tensor([[0.2, 0.8], [0.5, 0.5]]), torch.tensor([0, 2]), "labels go from 0 to 2"),
         (["a", "b"], torch.tensor([0, 1]), "no probabilities of shape"),
