@@ -22,6 +22,8 @@ from fedlightning.study.significance import mean_interval
 AGREES, DISAGREES, INCONCLUSIVE = "agrees", "disagrees", "inconclusive"
 ORDER_AGREES, ORDER_DISAGREES = "order agrees", "order disagrees"
 NOT_RUN, NOT_JUDGED = "not run", "not judged"
+SEVERAL = {AGREES: "agree", DISAGREES: "disagree", ORDER_AGREES: "orders agree", ORDER_DISAGREES: "orders disagree"}
+"""Verdicts as they are counted, where there are several."""
 GOOD = (AGREES, ORDER_AGREES)
 BAD = (DISAGREES, ORDER_DISAGREES)
 _ROUNDING = 1e-12
@@ -483,6 +485,7 @@ def verdict_counts(words: Iterable[str]) -> str:
 
     Example:
         >>> verdict_counts(["agrees", "agrees", "not run"])
-        '2 agrees, 1 not run'
+        '2 agree, 1 not run'
     """
-    return ", ".join(f"{number} {word}" for word, number in Counter(words).items())
+    counts = Counter(words).items()
+    return ", ".join(f"{number} {word if number == 1 else SEVERAL.get(word, word)}" for word, number in counts)
