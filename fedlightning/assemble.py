@@ -18,7 +18,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning import arguments
 from fedlightning.arguments import TrainerOptions
+from fedlightning.arguments.local import check_keeping
 from fedlightning.client.blueprint import Blueprint, ClientParts
+from fedlightning.client.fit import configured_callbacks
 from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import Protection
@@ -45,6 +47,7 @@ from fedlightning.guards.lost_batches import refuse_lost_batches
 from fedlightning.guards.preflight import Preflight
 from fedlightning.guards.update_checks import UpdateChecks
 from fedlightning.guards.watchdog import Watchdog
+from fedlightning.models.client_models import ClientModels
 from fedlightning.onboarding.held_out_scores import HeldOutScores
 from fedlightning.options import Auto, EngineOptions, Evaluation, Flower, Processes, Ray, Vectorized
 from fedlightning.options.lightning_arguments import OF_DEVICES, check_devices
@@ -199,6 +202,8 @@ def make_blueprint(options: TrainerOptions, model: LightningModule, run: RunFold
     """
     a = options.arguments
     refuse_requeued(Path.cwd() if run is None else run.path)
+    for module in map(model.model, model.models) if isinstance(model, ClientModels) else [model]:
+        check_keeping(configured_callbacks(module), options.optimizer_state)
     settings = LocalSettings(
         seed=a["seed"].run,
         max_rounds=options.max_rounds,

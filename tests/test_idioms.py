@@ -213,6 +213,17 @@ def test_batches_may_be_dicts_or_named_tuples():
     assert values[0] == values[1] and values[0]
 
 
+class Brings(Toy):
+    """Brings its own callback."""
+
+    def __init__(self, callback):
+        super().__init__()
+        self.callback = callback
+
+    def configure_callbacks(self):
+        return self.callback
+
+
 @pytest.mark.parametrize("average", [StochasticWeightAveraging(0.05, swa_epoch_start=1), EMAWeightAveraging(decay=0.5)])
 def test_averages_of_weights_begin_anew_with_the_clocks_of_a_visit(average):
     trainer = make_trainer(None, [average], max_rounds=3, local_epochs=3, evaluation=1)
@@ -220,6 +231,8 @@ def test_averages_of_weights_begin_anew_with_the_clocks_of_a_visit(average):
     losses = [row.value for row in trainer.rows if (row.stage, row.metric) == ("G", "val_loss")]
     with pytest.raises(ValueError, match="averages the weights of one fit"):
         make_trainer(None, [average], optimizer_state="keep").fit(Toy(), toy_data([8]))
+    with pytest.raises(ValueError, match="averages the weights of one fit"):  # one that the module brings along, too
+        make_trainer(None, optimizer_state="keep").fit(Brings(average), toy_data([8]))
     assert len(set(losses)) == 3  # an average that goes on by the old clock would undo what each visit trains
 
 

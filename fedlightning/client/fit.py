@@ -119,6 +119,15 @@ def schedulers_in(value: Any) -> list[LRScheduler]:
     return [scheduler for item in items for scheduler in schedulers_in(item)]
 
 
+def configured_callbacks(module: LightningModule) -> list[Callback]:
+    """Return the callbacks that a module brings along; none if it needs a trainer to tell."""
+    try:
+        configured = module.configure_callbacks()
+    except Exception:  # of the user's code
+        return []
+    return [configured] if isinstance(configured, Callback) else list(configured or ())
+
+
 UNLIMITED = -1
 UNKNOWN = float("inf")
 REBUILT = frozenset((
@@ -203,7 +212,7 @@ class LightningFitter:
             trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
             job.start_sampler(job.epochs_before, trainer.global_rank, trainer.world_size)
             if keep and "checkpoint" in record:
-                memory.checkpoint = _resumable(record, trainer, client.module)
+                memory.checkpoint = resumable(record, trainer, client.module)
             vars(trainer)["datamodule"] = inside.datamodule
             client.scratch["trainer"] = trainer
             try:
@@ -253,7 +262,7 @@ class LightningFitter:
         getattr(trainer, "callbacks", []).clear()
 
 
-def _resumable(record: Mapping[str, Any], trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+def resumable(record: Mapping[str, Any], trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Return Lightning's checkpoint of what a client keeps and of its module; optimizers edit their state in place.
 
     The progress of the loops is that of a fit that has ended with a whole epoch.
@@ -266,13 +275,19 @@ def _resumable(record: Mapping[str, Any], trainer: Trainer, module: LightningMod
         for counters in (progress["total"], progress["current"]):
             counters.update(dict.fromkeys(counters, record.get(name, 0)))
     loops["epoch_loop.state_dict"]["_batches_that_stepped"] = record.get("windows", 0)
-    clocks = {"epoch": record["epochs"], "global_step": record["steps"], "pytorch-lightning_version": lightning_version}
-    return copy.deepcopy(clocks | of_module(module) | record["checkpoint"]) | {"loops": {"fit_loop": loops}}
+    entries = clocks(record["epochs"], record["steps"]) | of_module(module) | record["checkpoint"]
+    return copy.deepcopy(entries) | {"loops": {"fit_loop": loops}}
+
+
+def clocks(epochs: int, steps: int) -> dict[str, Any]:
+    """Return the entries of a checkpoint that say when it was made, and by what."""
+    return {"epoch": epochs, "global_step": steps, "pytorch-lightning_version": lightning_version}
 
 
 def of_module(module: LightningModule) -> dict[str, Any]:
     """Return the entries of a checkpoint that a module has itself."""
-    return {"state_dict": module.state_dict(), LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: dict(module.hparams)}
+    options = {LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: dict(module.hparams)} if module.hparams else {}
+    return {"state_dict": module.state_dict(), **options}
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class VisitCallback(Callback):
         self._announced: set[int] = set()  # optimizers whose next step Lightning has told of
         self._past_lightning = False
         self._before: list[tuple[Tensor, Tensor]] = []  # what trains, and its values at the start; until a step is seen
-        self.first_epoch = 0
+        self.first_epoch = self.first_step = 0
         self.lr_sums: dict[str, float] = {}
         self.gradient_weights: dict[str, float] = {}
         self._velocities: dict[tuple[int, str], float] = {}
@@ -117,7 +117,7 @@ class VisitCallback(Callback):
         self._moved = any(not torch.equal(value, before) for value, before in self._before)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.first_epoch = trainer.current_epoch
+        self.first_epoch, self.first_step = trainer.current_epoch, trainer.global_step
         self._names = {id(p): name for name, p in pl_module.named_parameters(remove_duplicate=False)}
         self._before = [(p, self._values(p)) for p in pl_module.parameters() if p.requires_grad]
         scaler = self.client.record.lightning.get(self.phase, {}).get("precision")
@@ -267,9 +267,11 @@ class EndsByEpochs(VisitCallback):
 class EndsBySteps(VisitCallback):
     """Ends a visit after its steps: there, and under manual optimization, whose limit counts steps through Lightning only."""
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if (self.attempts or self._others) >= self.work:
-            trainer.should_stop = True
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        count = trainer.global_step - self.first_step  # as a Trainer whose clocks start anew
+        if not pl_module.automatic_optimization:
+            count = max(count, self.attempts or self._others)
+        trainer.should_stop |= count >= self.work
 
 
 def scale_learning_rates(optimizers: Iterable[Optimizer], schedulers: Iterable[Any], factor: float) -> None:

@@ -28,7 +28,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.fit import IN_MEMORY, REBUILT, FitJob, of_module
+from fedlightning.client.fit import IN_MEMORY, REBUILT, FitJob, clocks, of_module, resumable
 from fedlightning.client.probes import TRANSFERS
 from fedlightning.compat.lightning_runs import class_takes_index, without_warnings
 from fedlightning.datamodules.indexed import ResidentBatches, resident_batches
@@ -348,12 +348,32 @@ class FastFitter:
 
 
 class Checkpoint(dict[str, Any]):
-    """A Lightning checkpoint as far as the fast loop has it; who asks for more gets Lightning's own."""
+    """A Lightning checkpoint that is saved, as far as the fast loop has it; who asks for more gets Lightning's own."""
+
+    def _refuse(self, name: Any) -> None:
+        if name in REBUILT and not dict.__contains__(self, name):
+            raise FastLoopRefused(f"a hook reads {name!r} of a checkpoint")
 
     def __missing__(self, name: str) -> Any:
-        if name in REBUILT:
-            raise FastLoopRefused(f"a hook reads {name!r} of a checkpoint")
+        self._refuse(name)
         raise KeyError(name)
+
+    def __contains__(self, name: Any) -> bool:
+        self._refuse(name)
+        return super().__contains__(name)
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        """Return an entry, or the default."""
+        self._refuse(name)
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self._refuse("loops")
+        return super().__iter__()
+
+
+MAY_CHANGE_MODULE = ("setup", "configure_model", "on_load_checkpoint", "state_dict", "load_state_dict")
+"""Hooks under which it matters that Lightning loads the weights of a checkpoint back: those from before `setup`."""
 
 
 class FastFit:
@@ -421,11 +441,13 @@ class FastFit:
     def _set_up(self) -> None:
         module, hooks, base = self.module, self.hooks, self.trainer._base.strategy
         self.device = base.root_device
+        kept = self._kept_checkpoint()
         hooks.run("setup", stage="fit")
         if hooks.overridden("configure_model"):
             with base.tensor_init_context(), self.precision.module_init_context():
                 module.configure_model()
-        kept = self._restored()
+        if kept is not None:
+            self._restore(kept)
         self.precision.convert_module(module)
         if self.device.type != "cpu":
             module.to(self.device)
@@ -460,26 +482,33 @@ class FastFit:
                 attributes["configure_optimizers"] = method
         self.clock["optimizers"] = trainer.strategy.optimizers
         self.clock["lr_scheduler_configs"] = trainer.strategy.lr_scheduler_configs
+        trainer.strategy.is_fixed = True
 
     # -- optimizers that go on -------------------------------------------------------------------------------------
-    def _restored(self) -> Checkpoint | None:
-        """Show what was kept to the hooks that load it, and return it; `None` in a first visit."""
-        module, hooks, kept = self.module, self.hooks, self.kept
+    def _kept_checkpoint(self) -> dict[str, Any] | None:
+        """Return what was kept, as the checkpoint that Lightning would resume from; `None` in a first visit."""
+        kept = self.kept
         if kept is None or "checkpoint" not in kept:
             return None
+        if any(self.hooks.find(name) for name in MAY_CHANGE_MODULE):
+            return resumable(kept, self.trainer._base, self.module)
+        return copy.deepcopy(dict(kept["checkpoint"]))
+
+    def _restore(self, checkpoint: dict[str, Any]) -> None:
+        """Show the checkpoint to the hooks that load it, and let the module have its weights."""
+        module, hooks, has_weights = self.module, self.hooks, "state_dict" in checkpoint
         self.trainer.__dict__["ckpt_path"] = IN_MEMORY
-        checkpoint = Checkpoint(self._of_module("on_load_checkpoint") | copy.deepcopy(kept["checkpoint"]))
         for hook in hooks.own("on_load_checkpoint"):
             hook(checkpoint)
+        if has_weights:
             module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
         for hook in hooks.callbacks("on_load_checkpoint"):
             hook(checkpoint)
         for callback in self.trainer.callbacks:
             if state := checkpoint["callbacks"].get(callback.state_key):
                 callback.load_state_dict(copy.deepcopy(state))
-        return checkpoint
 
-    def _go_on(self, checkpoint: Checkpoint) -> None:
+    def _go_on(self, checkpoint: dict[str, Any]) -> None:
         """Restore clocks, the gradient scaler, optimizers and schedulers."""
         name = type(self.precision).__qualname__
         if name in checkpoint:
@@ -493,25 +522,22 @@ class FastFit:
 
     def _keep(self, kept: dict[str, Any]) -> None:
         """Keep what Lightning's checkpoint would hold; the module's own entries are kept elsewhere."""
-        trainer = self.trainer
+        trainer, hook = self.trainer, self.hooks.find("on_save_checkpoint")
         states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
         optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
         checkpoint = Checkpoint(
-            self._of_module("on_save_checkpoint"),
+            {} if hook is None else clocks(trainer.current_epoch, trainer.global_step) | of_module(self.module),
             callbacks={name: state for name, state in states.items() if state},
             optimizer_states=move_data_to_device(optimizers, "cpu") if self.device.type != "cpu" else optimizers,
             lr_schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         )
         if state := self.precision.state_dict():
             checkpoint[type(self.precision).__qualname__] = state
-        self.hooks.run("on_save_checkpoint", checkpoint)
+        if hook is not None:
+            hook(checkpoint)
         kept.update(epochs=self.clock["current_epoch"], steps=self.clock["global_step"])
         kept.update({name: kept.get(name, 0) + count for name, count in self.counts.items()})
         kept["checkpoint"] = {name: value for name, value in checkpoint.items() if name not in REBUILT}
-
-    def _of_module(self, hook: str) -> dict[str, Any]:
-        """Return the entries of a checkpoint that the module has itself, if a hook may read them."""
-        return {} if self.hooks.find(hook) is None else of_module(self.module)
 
     def _bind(self) -> None:
         """Look up once what every batch needs."""

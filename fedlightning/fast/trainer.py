@@ -31,6 +31,21 @@ SETTABLE = frozenset(
 """Attributes of a Trainer that a module or callback may set, with the same effect as there."""
 
 
+class FixedStrategy(SingleDeviceStrategy):
+    """Lightning's strategy for one device; it refuses other optimizers than those that the fast loop steps.
+
+    Attributes:
+        is_fixed: Whether the fit has its optimizers.
+    """
+
+    is_fixed = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.is_fixed and name in ("optimizers", "lr_scheduler_configs"):
+            raise FastLoopRefused(f"trainer.strategy.{name} is set, and the fast loop goes on with what it has")
+        super().__setattr__(name, value)
+
+
 class FastTrainer:
     """Stand-in for a `lightning.pytorch.Trainer` in one fit or one evaluation of one module.
 
@@ -97,13 +112,14 @@ class FastTrainer:
         )  # fmt: skip
 
     @property
-    def strategy(self) -> SingleDeviceStrategy:
+    def strategy(self) -> FixedStrategy:
         """Lightning's strategy for one device, made on first access; most modules never need it."""
         if self._strategy is None:
             base = self._base.strategy
-            strategy = SingleDeviceStrategy(base.root_device, base.accelerator, precision_plugin=self.precision_plugin)
+            strategy = FixedStrategy(base.root_device, base.accelerator, precision_plugin=self.precision_plugin)
             strategy.connect(self.lightning_module)
             strategy.optimizers, strategy.lr_scheduler_configs = self.optimizers, self.lr_scheduler_configs
+            strategy.is_fixed = bool(self.optimizers)
             self.__dict__["_strategy"] = strategy
         return self._strategy
 

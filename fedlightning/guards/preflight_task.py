@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 
 from fedlightning.client.client_errors import client_failure
 from fedlightning.client.data_summary import knows_groups, take_first_batch, train_loaders
-from fedlightning.client.fit import optimizers_of
+from fedlightning.client.fit import configured_callbacks, optimizers_of
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import DataView, FederatedCallback, FirstStep, PublicDataView, RunTerms, Setup
@@ -108,7 +108,7 @@ def make_setup(
             coupled_records=local(lambda runner: str(runner.data.coupled_records)),
             class_counts=class_counts,
         ),
-        run=RunTerms(**facts, lightning_callbacks=[*blueprint.settings.callbacks, *_configured_callbacks(module)]),
+        run=RunTerms(**facts, lightning_callbacks=[*blueprint.settings.callbacks, *configured_callbacks(module)]),
         public=PublicDataView(public, blueprint.settings.seed, blueprint.precision.convert_input),
         shared_names=shared_names,
         first_step=first_step,
@@ -117,15 +117,6 @@ def make_setup(
 
 def _ask_elsewhere() -> NoReturn:
     raise DataElsewhere
-
-
-def _configured_callbacks(module: LightningModule) -> list[Callback]:
-    """Return the callbacks that a module brings along; none if it needs a trainer to tell."""
-    try:
-        configured = module.configure_callbacks()
-    except Exception:  # of the user's code
-        return []
-    return [configured] if isinstance(configured, Callback) else list(configured or ())
 
 
 def ask_callback(callback: FederatedCallback, setup: Setup) -> StepFinding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from tests.helpers import CLASSES, NormNet, Spy, Toy, make_trainer, samples, spi
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, Timer
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from fedlightning.datamodules import ArrayDataset
 from fedlightning.datamodules.indexed import ResidentBatches, SampledBatches, resident_batches
@@ -287,8 +289,32 @@ class Counts(Callback):
         assert checkpoint["seen"][0] == checkpoint["callbacks"][self.state_key]["batches"]
 
 
+class SetsUp(Toy):
+    """Changes its weights before a fit: what goes on has those from before."""
+
+    def setup(self, stage):
+        if stage == "fit":
+            self.net[0].weight.data.mul_(1.1)
+
+
+class Asks(Toy):
+    """Looks into a checkpoint without knowing what is there, and keeps the weights that it was shown."""
+
+    seen, before = 0, torch.zeros(CLASSES)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["there"] = ["hyper_parameters" in checkpoint, "state_dict" in checkpoint, checkpoint.get("epoch")]
+        checkpoint["asked"] = [checkpoint.get("global_step", -1), self.seen, self.before]
+
+    def on_load_checkpoint(self, checkpoint):
+        self.seen = [checkpoint.get("epoch", -1), len(checkpoint["loops"]["fit_loop"]), checkpoint["asked"][0]]
+        self.before = checkpoint["state_dict"]["net.3.bias"]
+
+
 KEPT = [
     (Toy("adamw", dropout=0.3), EPOCHS, ()),
+    (SetsUp("momentum"), {"local_epochs": 1}, ()),
+    (Asks("momentum"), {"local_epochs": 1}, ()),
     (Toy("onecycle"), STEPS, ()),
     (Toy("steplr"), {"local_epochs": 1, "accumulate_grad_batches": 2, "lr_decay": 0.5}, ()),
     (Manual(), {"local_steps": 5}, ()),
@@ -309,6 +335,17 @@ def test_optimizers_schedulers_and_clocks_go_on(module, work, callbacks):
     spy = both(module, callbacks, optimizer_state="keep", max_rounds=3, **work)
     kept = spy.records[-1]["1"].lightning["fit"]
     assert kept["steps"] == sum(r["1"].steps for r in spy.records) * (2 if isinstance(module, Manual) else 1)
+
+
+@pytest.mark.parametrize("kind", [Manual, LBFGS, Own], ids=lambda kind: kind.__name__)
+def test_visits_that_go_on_have_as_many_steps_as_those_that_start_anew(kind):
+    counts = []
+    for state in ("reset", "keep"):
+        _, spy = spied(
+            kind("sgd"), toy_data(SIZES), optimizer_state=state, local_loop="fast", max_rounds=4, local_steps=5
+        )
+        counts.append([update.steps for update in spy.updates])
+    assert counts[0] == counts[1]
 
 
 def test_a_gradient_scaler_goes_on():
@@ -586,7 +623,25 @@ class BringsItsOwn(Toy):
         return [EarlyStopping("val_loss")]
 
 
+class Swaps(Toy):
+    """Goes on with another optimizer, or another schedule, in its second epoch."""
+
+    def __init__(self, name="optimizers"):
+        super().__init__("momentum")
+        self.name = name
+
+    def on_train_epoch_start(self):
+        strategy = self.trainer.strategy
+        if self.current_epoch == 1 and self.name == "optimizers":
+            strategy.optimizers = [torch.optim.SGD(self.parameters(), 0.01)]
+        elif self.current_epoch == 1:
+            schedule = torch.optim.lr_scheduler.ExponentialLR(self.trainer.optimizers[0], 0.1)
+            strategy.lr_scheduler_configs = [LRSchedulerConfig(schedule)]
+
+
 REFUSALS = [
+    (Swaps, {"local_epochs": 3}, "trainer.strategy.optimizers is set"),
+    (partial(Swaps, "schedules"), {"local_epochs": 3}, "trainer.strategy.lr_scheduler_configs is set"),
     (BringsItsOwn, {"sanity_check": True, "evaluation": 1}, "BringsItsOwn overrides configure_callbacks"),
     (Toy, {"check_val_every_n_epoch": 1}, "check_val_every_n_epoch asks for validation"),
     (Toy, {"profiler": "simple"}, "profiler='simple' measures Lightning's own loop"),
