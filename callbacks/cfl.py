@@ -167,9 +167,8 @@ class CFL(Clusters):
             server.models.update({f"before {cluster}": split["model"] for cluster, split in splits.items()})
             at = {client: cluster for client, cluster in clusters.items() if cluster in splits}
             updates = yield [Job(client, model=f"before {cluster}", keep=True) for client, cluster in at.items()]
-            clusters = {
-                client: cluster for client, cluster in clusters.items() if client not in at
-            }  # who failed goes no further
+            # who failed goes no further
+            clusters = {client: cluster for client, cluster in clusters.items() if client not in at}
             for update in updates:
                 split = splits[at[update.client]]
                 clusters[update.client] = self.side(self.delta(server, split["model"], update), split["updates"])

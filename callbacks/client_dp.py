@@ -158,10 +158,7 @@ OF_UPDATES = (*OF_OPTIONS, "check_update", "denominator")
 
 @some_noise
 @needs(
-    "shares",
-    "where",
-    "they are of clients whose noise together is that of the mean. Leave them out.",
-    value="masked",
+    "shares", "where", "they are of clients whose noise together is that of the mean. Leave them out.", value="masked"
 )
 @needs("where", "shares", "that many shares of clients together are the noise of the mean. Give both, or neither.")
 @idle_with("rate", "where", "masked", "a sum shows by its noise how many took part. Leave it out, or take 'server'.")

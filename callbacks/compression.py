@@ -27,8 +27,7 @@ from fedlightning.ranges import PositiveShare, Range
 from fedlightning.tensors import add_row, as_reals, entry_kinds, has_mean, tied_names, to_row
 
 WITH_A_SERVER = Need(
-    "encodes changes of all entries that the server sent and asked for",
-    ("neighbours", Change.PARTS, Change.ONE_WAY),
+    "encodes changes of all entries that the server sent and asked for", ("neighbours", Change.PARTS, Change.ONE_WAY)
 )
 
 

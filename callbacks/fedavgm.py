@@ -52,9 +52,8 @@ class FedAvgM(FederatedCallback):
         tensor([2.9000])
     """
 
-    facts = Facts(
-        mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True)
-    )  # a step of the server is a step, whoever's changes it takes
+    # a step of the server is a step, whoever's changes it takes
+    facts = Facts(mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True))
 
     beta: Annotated[float, Range("[0, 1)", "0 is FedAvg.")] = 0.9
     server_lr: PositiveFloat = 1.0

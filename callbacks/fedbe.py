@@ -201,12 +201,7 @@ def weighted(states: list[State], weights: Iterable[float]) -> State:
 
 
 def gaussian(
-    states: list[State],
-    weights: list[float],
-    mean: State,
-    names: Mapping[str, str],
-    count: int,
-    draw: torch.Generator,
+    states: list[State], weights: list[float], mean: State, names: Mapping[str, str], count: int, draw: torch.Generator
 ) -> list[State]:
     """Draw models around a mean, each entry with the clients' weighted variance."""
     whole, deviation = sum(weights), dict[str, Tensor]()

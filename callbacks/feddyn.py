@@ -30,10 +30,7 @@ from fedlightning.tensors import add, narrow, select, subtract, widen, zeros_lik
 
 WHOLE_CHANGES = Need(
     "adds up the whole change of every participant, once a round, in h",
-    (
-        *("plan_round", "model_of", Change.PARTS, Change.SMALLER, "encode"),
-        *("reduce", "on_reduced", "denominator"),
-    ),
+    (*("plan_round", "model_of", Change.PARTS, Change.SMALLER, "encode"), *("reduce", "on_reduced", "denominator")),
 )
 
 

@@ -25,10 +25,7 @@ from fedlightning.tensors import narrow, widen
 
 WHOLE_CHANGES = Need(
     "compares the lengths of the participants' whole changes with that of their mean, once a round",
-    (
-        *("plan_round", "model_of", Change.PARTS, Change.SMALLER, "encode"),
-        *("reduce", "on_reduced", "denominator"),
-    ),
+    (*("plan_round", "model_of", Change.PARTS, Change.SMALLER, "encode"), *("reduce", "on_reduced", "denominator")),
 )
 
 

@@ -56,9 +56,8 @@ class FedOpt(FederatedCallback):
         tensor([0.4999, 0.5000])
     """
 
-    facts = Facts(
-        mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True)
-    )  # a step of the server is a step, whoever's changes it takes
+    # a step of the server is a step, whoever's changes it takes
+    facts = Facts(mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True))
 
     server_lr: PositiveFloat = 0.01
     beta1: ShareBelowOne = 0.9

@@ -105,10 +105,7 @@ class FedSoft(Clusters):
     def wire(self, module: nn.Module) -> Wire:
         """Declare all centres, or the point that they pull to, down; counts of samples up."""
         shares = Extra((self.num_clusters,), low=0.0, high=1.0, due=(ESTIMATE,))
-        return Wire(
-            down={"centres": "states", "target": "parameters", "total": "scalar"},
-            up={"shares": shares},
-        )
+        return Wire(down={"centres": "states", "target": "parameters", "total": "scalar"}, up={"shares": shares})
 
     # -- server --------------------------------------------------------------------------------------------------------
     def on_federation_start(self, server: Server) -> None:

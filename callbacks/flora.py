@@ -23,13 +23,7 @@ from fedlightning.algorithm import (
     Wire,
     requires,
 )
-from fedlightning.callbacks.shared.low_rank import (
-    ClientRanks,
-    MergedStacks,
-    Rank,
-    mean_of_rest,
-    refuse_other_rank,
-)
+from fedlightning.callbacks.shared.low_rank import ClientRanks, MergedStacks, Rank, mean_of_rest, refuse_other_rank
 from fedlightning.ranges import PositiveFloat, ShareBelowOne
 from fedlightning.wrappers.adapters import adapted_layers
 

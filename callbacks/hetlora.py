@@ -10,19 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.algorithm import (
-    Change,
-    Client,
-    Facts,
-    Job,
-    Message,
-    Need,
-    Server,
-    State,
-    Update,
-    facts,
-    requires,
-)
+from fedlightning.algorithm import Change, Client, Facts, Job, Message, Need, Server, State, Update, facts, requires
 from fedlightning.callbacks.shared.low_rank import ClientRanks, Rank, truncated
 from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range, ShareBelowOne
 from fedlightning.tensors import WeightedMean

@@ -35,9 +35,8 @@ class AdaptsAtEnd(KeepsModel):
         lr_factor: Factor on the module's learning rate in fine-tuning.
     """
 
-    facts = Facts(
-        requires=[requires.SomethingTrains(instead="Choose another part.", of="adapted_names")], keeps=False
-    )  # the copy is made once, after the last round
+    # the copy is made once, after the last round
+    facts = Facts(requires=[requires.SomethingTrains(instead="Choose another part.", of="adapted_names")], keeps=False)
 
     epochs: int
     part: Part

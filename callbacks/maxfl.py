@@ -214,10 +214,7 @@ class MaxFL(FederatedCallback):
             loss, requirement = client.scratch[self.key], client.state[self.key]["requirement"]
             if math.isnan(loss) or math.isnan(requirement):
                 raise FloatingPointError(f"its loss is {loss} and its requirement {requirement}")
-            update.extras[self.key] = {
-                "weight": appeal_weight(loss, requirement),
-                "satisfied": int(loss < requirement),
-            }
+            update.extras[self.key] = {"weight": appeal_weight(loss, requirement), "satisfied": int(loss < requirement)}
 
 
 def appeal_weight(loss: float, requirement: float) -> float:

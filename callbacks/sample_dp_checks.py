@@ -192,7 +192,8 @@ def refuse_plain(trainer: Trainer, module: LightningModule, unit: str) -> None:
             f"Checkpoints would hold '{others[0]}', no parameter or buffer (a metric's state, get_extra_state): what "
             "training writes into it has no noise. Leave it out of the state (metric.persistent(False))."
         )
-    refuse_coupled(str(getattr(getattr(trainer, "datamodule", None), "coupled_records", "")))
+    data = getattr(trainer, "datamodule", None)
+    refuse_coupled(str(getattr(data, "coupling", getattr(data, "coupled_records", ""))))
     refuse_trainer(module, lambda name, default: getattr(trainer, name, default), len(trainer.optimizers))
     if trainer.world_size > 1:
         raise ValueError(f"SampleDP trains on one device, and here are {trainer.world_size}. Use devices=1.")

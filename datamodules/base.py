@@ -117,15 +117,15 @@ class FederatedDataModule(LightningDataModule, ABC):
         return None
 
     @property
-    def coupled_features(self) -> str:
+    def coupled_records(self) -> str:
         """How features of a client's record depend on its other records, and a way out, in sentences; empty: they do not."""
         return ""
 
     @property
-    def coupled_records(self) -> str:
-        """How what a network gets of a record depends on other records, in sentences: by features, or by numbers of words."""
-        if self.coupled_features or not self.named_by_file:
-            return self.coupled_features
+    def coupling(self) -> str:
+        """How what a network gets of a record depends on others: by features, or by the numbers that words have."""
+        if self.coupled_records or not self.named_by_file:
+            return self.coupled_records
         return (
             f"which words and classes have a number is taken from all records here. Give {listed(self.named_by_file)}, which "
             "are then the same whatever the records are."

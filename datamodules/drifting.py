@@ -99,9 +99,9 @@ class DriftingDataModule(WrappedIndexedDataModule):
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.set_up_source()
-        if self.source.coupled_features:
+        if self.source.coupled_records:
             raise ValueError(
-                f"{type(self).__name__}: {self.source.coupled_features} Here these rows are of later windows, too."
+                f"{type(self).__name__}: {self.source.coupled_records} Here these rows are of later windows, too."
             )
         clients, splits = self.source.client_ids, dict(self.source._splits)
         windows = self._windows(clients, splits)

@@ -133,7 +133,7 @@ class HeartDiseaseDataModule(NaturalSites):
         return SiteSamples(data, rows, classes, strata=strata)
 
     @property
-    def coupled_features(self) -> str:
+    def coupled_records(self) -> str:
         if self.statistics is not None:
             return ""
         return "features are scaled by the mean and deviation of a hospital's patients. Give statistics of a public sample."

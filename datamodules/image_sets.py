@@ -102,7 +102,7 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         self.root, self.download, self.normalize = Path(root), download, normalize
 
     @property
-    def coupled_features(self) -> str:
+    def coupled_records(self) -> str:
         if self.normalize != "pixel":
             return ""
         return 'normalize="pixel" scales each pixel by its mean and deviation in all images. Take normalize: true or false.'

@@ -146,13 +146,7 @@ def union_loader(union: Any, first: DataLoader[Any], split: str) -> DataLoader[A
     if isinstance(union, IterableDataset):
         return DataLoader(union, batch_size=size, collate_fn=first.collate_fn)
     sampler = AddressedSampler(len(union), "pooled", shuffle=split == "train")
-    return DataLoader(
-        union,
-        batch_size=size,
-        sampler=sampler,
-        collate_fn=first.collate_fn,
-        generator=sampler.generator,
-    )
+    return DataLoader(union, batch_size=size, sampler=sampler, collate_fn=first.collate_fn, generator=sampler.generator)
 
 
 def _checked(loader: Any, client: str, split: str) -> Any:

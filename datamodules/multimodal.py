@@ -125,13 +125,7 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         labels = {split: data.y.numpy() for split, data in datasets.items()}
         keys = keys_for(self.partitioner, datasets, labels, self.groups)
         ids, splits = federate(
-            self.partitioner,
-            dict(datasets),
-            dict(labels),
-            keys,
-            self.seed,
-            self.val_fraction,
-            val_seed=self.val_seed,
+            self.partitioner, dict(datasets), dict(labels), keys, self.seed, self.val_fraction, val_seed=self.val_seed
         )
         self._held = self._deal_out(ids, datasets["train"].modalities)
         without = [client for client in ids if not self._held[client]]

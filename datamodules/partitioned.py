@@ -136,7 +136,7 @@ class Partitioned(IndexedFederatedDataModule):
         return self if isinstance(self.datamodule, _Datasets) else self.datamodule
 
     @property
-    def coupled_features(self) -> str:
+    def coupled_records(self) -> str:
         """What the user's own data module says of it, if it does."""
         return "" if self.original is self else str(getattr(self.original, "coupled_records", ""))
 

@@ -268,12 +268,7 @@ def raise_to_minimum(counts: np.ndarray, minimum: int) -> np.ndarray:
 
 
 def draw_sizes(
-    owner: object,
-    num_clients: int,
-    alpha: float,
-    min_samples: int | None,
-    counts: np.ndarray,
-    rng: np.random.Generator,
+    owner: object, num_clients: int, alpha: float, min_samples: int | None, counts: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
     """Return client sizes `Dir_K(alpha) * n` in whole samples, none below the minimum.
 

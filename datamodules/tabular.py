@@ -389,7 +389,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         columns += one_hot(cells, named, len(words))
 
     @property
-    def coupled_features(self) -> str:
+    def coupled_records(self) -> str:
         if not self._scaled_by_rows:
             return ""
         return (

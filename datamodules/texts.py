@@ -108,7 +108,7 @@ class TextDataModule(LoaderDataModule):
         return super().meaning | {"inputs": sorted(words, key=words.__getitem__)} if words else super().meaning
 
     @property
-    def coupled_features(self) -> str:
+    def coupled_records(self) -> str:
         if not self.packing:
             return ""
         return "packing=True cuts a client's texts as one, so that each moves all rows after it. Leave packing out."

@@ -42,8 +42,8 @@ class WrappedDataModule(FederatedDataModule):
         return self.whole.pooled_dataloader(self.source_of(split))
 
     @property
-    def coupled_features(self) -> str:
-        return self.whole.coupled_features
+    def coupled_records(self) -> str:
+        return self.whole.coupled_records
 
     @property
     def meaning(self) -> dict[str, list[str]]:
@@ -138,8 +138,8 @@ class WrappedIndexedDataModule(IndexedFederatedDataModule):
         self.source, self.collate_fn = source, source.collate_fn
 
     @property
-    def coupled_features(self) -> str:
-        return self.source.coupled_features
+    def coupled_records(self) -> str:
+        return self.source.coupled_records
 
     @property
     def meaning(self) -> dict[str, list[str]]:

@@ -73,9 +73,8 @@ def main(args: Sequence[str] | None = None, instead: Mapping[str, Command] = Map
         try:
             return (instead.get(command) or _find(command))(rest)
         except SystemExit as stop:  # raised by --help and --print_config
-            if isinstance(
-                stop.__cause__ or stop.__context__, KeyboardInterrupt
-            ):  # what Lightning's Trainer makes of it
+            # what Lightning's Trainer makes of it
+            if isinstance(stop.__cause__ or stop.__context__, KeyboardInterrupt):
                 return _interrupted(command)
             return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
         except KeyboardInterrupt:

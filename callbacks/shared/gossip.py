@@ -29,10 +29,7 @@ from fedlightning.topology import MixingWeights, Topology, contraction, make_gra
 
 NO_SERVER = Need(
     "has no server: clients talk to their neighbours",
-    (
-        *("plan_round", "denominator", "server_step", "on_reduced", "reduce", "model_of", "place"),
-        "wire",
-    ),
+    (*("plan_round", "denominator", "server_step", "on_reduced", "reduce", "model_of", "place"), "wire"),
 )
 """Nothing else may do the work of a server: plan, combine, keep several models, or tell clients something."""
 WHOLE_MODELS = Need("mixes whole models of neighbours, of which each client's own is one", (Change.START, Change.PARTS))

@@ -226,9 +226,8 @@ def ledger_figure(entries: Sequence[Mapping[str, Any]], start: Mapping[str, floa
     axis.set_ylabel("tokens")
     axis.grid(alpha=0.3)
     if len(start) <= 20:
-        places = [
-            str(number) for number in range(len(start))
-        ]  # a label "_x" would be left out, "$x" read as mathematics
+        # a label "_x" would be left out, "$x" read as mathematics
+        places = [str(number) for number in range(len(start))]
         legend = figure.legend(axis.lines, places, loc="outside right upper", title="client", fontsize=7, frameon=False)
         for text, client in zip(legend.get_texts(), start, strict=True):
             text.set(parse_math=False, text=client)

@@ -69,9 +69,8 @@ def optimizers_of(module: LightningModule) -> list[Optimizer]:
             f"{type(module).__name__}.configure_optimizers fails: {' '.join(str(error).split()).rstrip('.')} "
             f"({type(error).__name__})."
         ) from error
-    if (
-        configuration is None and module.automatic_optimization
-    ):  # a module that optimizes manually may move its entries itself
+    # a module that optimizes manually may move its entries itself
+    if configuration is None and module.automatic_optimization:
         raise ConfigurationError(
             f"{type(module).__name__}.configure_optimizers returns nothing, so nothing would train. Return an optimizer."
         )
@@ -187,9 +186,8 @@ class LightningFitter:
             arguments["limit_val_batches"] = 0  # Lightning would take the module's own val_dataloader
         elif not in_epochs and arguments.get("val_check_interval") is None:
             batches = visit.work * arguments.get("accumulate_grad_batches", 1)
-            if batches < limited(
-                len(loader), arguments.get("limit_train_batches")
-            ):  # the visit ends inside its first epoch
+            # the visit ends inside its first epoch
+            if batches < limited(len(loader), arguments.get("limit_train_batches")):
                 arguments |= {"val_check_interval": batches, "check_val_every_n_epoch": None}
         if inside.folder is not None:
             arguments["default_root_dir"] = inside.folder

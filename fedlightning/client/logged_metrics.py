@@ -46,9 +46,8 @@ def nan_where_undefined(module: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for metric in _metrics_of(module):
             attributes = vars(metric)
-            if (
-                "compute" in attributes
-            ):  # else `compute` is the class's own, as in arithmetic with metrics: its parts are here
+            # else `compute` is the class's own, as in arithmetic with metrics: its parts are here
+            if "compute" in attributes:
                 stack.callback(attributes.__setitem__, "compute", attributes["compute"])
                 attributes["compute"] = _marked(metric, attributes["compute"])
         yield

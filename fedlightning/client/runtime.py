@@ -113,9 +113,8 @@ class Scorer:
                 run = trainer.test if testing else trainer.validate
                 results = run(module, dataloaders=loader, verbose=False)
         except ValueError as error:
-            if "a single element" in str(
-                error
-            ):  # Lightning's words of self.log, and of a metric whose name it does not tell
+            # Lightning's words of self.log, and of a metric whose name it does not tell
+            if "a single element" in str(error):
                 numbers(trainer.callback_metrics, module)
                 text = " ".join(str(error).split()).rstrip(".")
                 raise NotOneNumberError(

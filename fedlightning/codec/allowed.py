@@ -188,10 +188,8 @@ def path_of(thing: Any) -> str:
         'torch.nn.modules.linear:Linear'
     """
     module = getattr(thing, "__module__", None) or "torch"
-    names = (
-        getattr(thing, "__qualname__", ""),
-        getattr(thing, "__name__", ""),
-    )  # functions of torch have a false first one
+    # functions of torch have a false first one
+    names = getattr(thing, "__qualname__", ""), getattr(thing, "__name__", "")
     for name in names:
         target: Any = sys.modules.get(module)
         for part in name.split("."):

@@ -68,11 +68,7 @@ def layout(text: str, tensors: Sequence[Tensor]) -> Iterator[bytes | memoryview]
     for number in order:
         tensor = tensors[number]
         start, end = end, end + tensor.numel() * tensor.element_size()
-        header[str(number)] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        header[str(number)] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     written = json.dumps(header, ensure_ascii=True, separators=(",", ":")).encode()
     written += b" " * (-len(written) % 8)
     yield struct.pack("<Q", len(written)) + written

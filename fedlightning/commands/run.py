@@ -220,11 +220,7 @@ class Commands(CommandLine):
                 show_evaluation(self.trainer, data, split, least, console(), json)
 
     def predict(
-        self,
-        run: str,
-        client: str | None = None,
-        checkpoint: str = "latest",
-        out: str = "predictions.pt",
+        self, run: str, client: str | None = None, checkpoint: str = "latest", out: str = "predictions.pt"
     ) -> None:
         """Write the predictions of a client's model on its test data, or of the global model on all clients' test data.
 
@@ -252,11 +248,7 @@ class Commands(CommandLine):
         say(console(), f"Predictions of {whose} ({rounds}) on {data} test data{shape}: {out}", markup=False)
 
     def onboard(
-        self,
-        run: str,
-        newcomers: str | None = None,
-        clients: list[str] | None = None,
-        epochs: int = 1,
+        self, run: str, newcomers: str | None = None, clients: list[str] | None = None, epochs: int = 1
     ) -> None:
         """Let new clients join a finished or interrupted run: score them, fine-tune each on its own data, score them again.
 

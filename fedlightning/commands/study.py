@@ -65,9 +65,8 @@ class Parser(argparse.ArgumentParser):
         Options about making runs are checked: `seeds` are numbers then, and `ray` says what Ray is to be.
         """
         command_words, passed = split_words(words)
-        options, unknown = self.parse_known_intermixed_args(
-            command_words
-        )  # files may stand before, between and behind options
+        # files may stand before, between and behind options
+        options, unknown = self.parse_known_intermixed_args(command_words)
         if unknown:
             options_of_command = [option for action in self._actions for option in action.option_strings]
             hint = suggestion(unknown[0].partition("=")[0], options_of_command)

@@ -108,10 +108,7 @@ def _arguments(cls: type) -> dict[str, Any]:
             {"type": "array", "items": {"$ref": "#/$defs/a class"}},
             {"$ref": "#/$defs/a class"},
         ]
-        properties["callbacks+"] = {
-            **properties["callbacks"],
-            "description": "Callbacks beside those of other files.",
-        }
+        properties["callbacks+"] = {**properties["callbacks"], "description": "Callbacks beside those of other files."}
     return {"type": "object", "properties": properties, "additionalProperties": open_ended}
 
 

@@ -84,9 +84,8 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
         ) from error
     state = content.get("state_dict", content) if isinstance(content, Mapping) else None
     header = content.get("fedlightning") if isinstance(content, Mapping) else None
-    if (
-        isinstance(state, Mapping) and isinstance(header, Mapping) and "base" in header
-    ):  # an export without its frozen network
+    # an export without its frozen network
+    if isinstance(state, Mapping) and isinstance(header, Mapping) and "base" in header:
         try:
             state = {**state, **_base_values(Path(path), header["base"])}
         except UnreadableError as error:
@@ -413,9 +412,8 @@ def _filled(module: LightningModule, checkpoint: dict[str, Any]) -> LightningMod
     except Exception as error:  # of the user's code
         raise UnreadableError(f"{kind}.on_load_checkpoint fails: {type(error).__name__}: {error}") from error
     entries, saved = module_state(module), checkpoint["state_dict"]
-    extra = {
-        name: saved[name] for name in module.state_dict() if name in saved and name not in entries
-    }  # of get_extra_state
+    # of get_extra_state
+    extra = {name: saved[name] for name in module.state_dict() if name in saved and name not in entries}
     state = {name: value for name, value in saved.items() if name not in extra}
     more = next((name for name in state if name not in entries), None)
     if more is not None:

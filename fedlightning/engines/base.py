@@ -370,12 +370,7 @@ class Engine(ABC):
             self.store.put(task.client, after)
         return answer
 
-    def run(
-        self,
-        messages: Iterable[Message],
-        evaluate: Evaluate,
-        round: int | None = None,
-    ) -> Iterator[Update]:
+    def run(self, messages: Iterable[Message], evaluate: Evaluate, round: int | None = None) -> Iterator[Update]:
         """Visit clients and yield their updates in the order of the messages, so sums over them have one order."""
         yield from self.map(Visit(message, evaluate.of(message.client), round) for message in messages)
 

@@ -139,9 +139,8 @@ def _alike(module: nn.Module, other: nn.Module) -> bool:
         (value.shape, value.dtype) != (second[name].shape, second[name].dtype) for name, value in first.items()
     ):
         return False
-    compared: dict[tuple[int, int], Any] = {
-        (id(part), id(theirs[path])): None for path, part in mine.items()
-    }  # these are compared here, one by one
+    # these are compared here, one by one
+    compared: dict[tuple[int, int], Any] = {(id(part), id(theirs[path])): None for path, part in mine.items()}
     return all(_same(_attributes(part), _attributes(theirs[path]), compared) for path, part in mine.items())
 
 

@@ -174,9 +174,8 @@ def _read_keywords(kind: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
     """Return what a dataclass or function may be given by name: its annotation, and whether it must be given."""
     hints = get_type_hints(kind, include_extras=True)
     parameters = inspect.signature(kind).parameters.values()
-    only = any(
-        parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters
-    )  # of a measure: not the runs that it is of
+    # of a measure: not the runs that it is of
+    only = any(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters)
     return {
         parameter.name: (hints[parameter.name], parameter.default is parameter.empty)
         for parameter in parameters

@@ -262,9 +262,8 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
 def _is_torch_own(step: Any) -> bool:
     """Return True if `step` is torch's own (inside torch's profiler record of it), not a replacement."""
     inner = getattr(step, "__wrapped__", step)
-    return bool(
-        inner.__code__.co_filename == torch_optimizer.__file__
-    )  # where the decorator that torch puts on it stands
+    # where the decorator that torch puts on it stands
+    return bool(inner.__code__.co_filename == torch_optimizer.__file__)
 
 
 def update_by_sgd(optimizer: Optimizer) -> None:
@@ -310,9 +309,8 @@ class FastFitter:
         """Return why only Lightning's Trainer can train a module on a loader; `None`: this loop can."""
         settings = self._blueprint.settings
         limit = settings.trainer_arguments.get("limit_train_batches")
-        of_class = refusals.find_class_refusal(
-            type(module)
-        )  # first: what its `configure_callbacks` adds is not the work of the environment
+        # first: what its `configure_callbacks` adds is not the work of the environment
+        of_class = refusals.find_class_refusal(type(module))
         return of_class or self._of_run or refusals.find_visit_refusal(module, loader, limit)
 
     def fit(self, job: FitJob) -> FastTrainer:

@@ -145,10 +145,7 @@ Value: TypeAlias = Tensor | np.floating[Any]
 """What is kept of a call: a tensor without dimensions, or a number that was logged at the end of an evaluation."""
 
 
-NUMBERS: dict[torch.dtype, Callable[[float], np.floating[Any]]] = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-}
+NUMBERS: dict[torch.dtype, Callable[[float], np.floating[Any]]] = {torch.float32: np.float32, torch.float64: np.float64}
 """Type of a number, by the type in which values are added up."""
 
 

@@ -232,13 +232,7 @@ def _seconds_of_a_step(single: dict[str, list[float]], several: dict[str, list[f
 
 
 def _measure(
-    report: DryRun,
-    whole: Federation,
-    small: Federation,
-    spent: dict[str, list[float]],
-    step: float,
-    down: int,
-    up: int,
+    report: DryRun, whole: Federation, small: Federation, spent: dict[str, list[float]], step: float, down: int, up: int
 ) -> None:
     """Add what the last round has cost, scaled to all participants and all their batches."""
     settings = whole.engine.runner.settings

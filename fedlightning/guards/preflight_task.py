@@ -105,7 +105,7 @@ def make_setup(
             has_pooled=lambda split: split in questions.pooled,
             has_split=lambda split: split in questions.splits,
             knows_groups=local(knows_groups),
-            coupled_records=local(lambda runner: str(runner.data.coupled_records)),
+            coupled_records=local(lambda runner: str(runner.data.coupling)),
             class_counts=class_counts,
         ),
         run=RunTerms(**facts, lightning_callbacks=[*blueprint.settings.callbacks, *configured_callbacks(module)]),

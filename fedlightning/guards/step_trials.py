@@ -120,9 +120,8 @@ class FirstStepProbe(Callback):
         """Note the optimizers, and end the fit."""
         mine = {id(parameter) for parameter in pl_module.parameters()}
         stepped = {id(o): {id(p) for group in o.param_groups for p in group["params"]} for o in trainer.optimizers}
-        self.optimizers = [
-            o for o in trainer.optimizers if stepped[id(o)] & mine
-        ]  # without Lightning's stand-in for none
+        # without Lightning's stand-in for none
+        self.optimizers = [o for o in trainer.optimizers if stepped[id(o)] & mine]
         kind = user_class(pl_module)
         hooks = ("configure_gradient_clipping", "on_before_optimizer_step", "on_after_backward")
         self.clips = next((hook for hook in hooks if getattr(kind, hook) is not getattr(LightningModule, hook)), "")
@@ -461,9 +460,8 @@ class StepTrials:
         except Exception:
             trials = []
         logged = [trial.names for trial in trials if trial.refusal is None]
-        names = tuple(
-            dict.fromkeys(name for trial_names in logged for name in trial_names)
-        )  # one client may lack what another has
+        # one client may lack what another has
+        names = tuple(dict.fromkeys(name for trial_names in logged for name in trial_names))
         seen = self._probe
         step = FirstStep(
             tuple(seen.optimizers), seen.clips, names if logged else None, "val" in self.splits, seen.without_gradient

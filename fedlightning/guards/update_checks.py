@@ -445,13 +445,7 @@ def _fault_of_extras(
 
 
 def _fault_of_extra(
-    server: Server,
-    update: Update,
-    what: str,
-    extra: Extra,
-    value: Any,
-    model: Mapping[str, Tensor],
-    sizes: Sizes,
+    server: Server, update: Update, what: str, extra: Extra, value: Any, model: Mapping[str, Tensor], sizes: Sizes
 ) -> str | None:
     shaped = extra.form in ("parameters", "state", "states")
     if extra.form in ("parameters", "state"):

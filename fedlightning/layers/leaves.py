@@ -84,9 +84,8 @@ def leaves_of(module: nn.Module) -> list[Leaf]:
         container = not whole and any(True for part in child.children() for _ in part.parameters())
         prefix = path + "." if path else ""
         name = prefix + "+".join(p.removeprefix(prefix) for p in parameters) if container or not path else path
-        listed = isinstance(child, (nn.ParameterList, nn.ParameterDict)) and bool(
-            path
-        )  # its owner is called, it is not
+        # its owner is called, it is not
+        listed = isinstance(child, (nn.ParameterList, nn.ParameterDict)) and bool(path)
         caller = path.rpartition(".")[0] if listed else path
         layer = Layer(name, tuple(parameters), tuple(buffers), (name,))
         leaves.append(Leaf(layer, caller, container or listed, joins))

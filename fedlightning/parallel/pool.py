@@ -58,9 +58,10 @@ class Worker:
         self.inbox, self.outbox = Arena(), Arena()
         context = start_context()
         self.connection, theirs = context.Pipe()
+        # a daemon could not start the worker processes of a DataLoader
         self.process = context.Process(
             target=worker.work, args=(theirs, {**os.environ, **environment}), name="fedlightning-worker", daemon=False
-        )  # a daemon could not start the worker processes of a DataLoader
+        )
         self.process.start()
         theirs.close()
         assert self.process.pid is not None

@@ -66,10 +66,7 @@ Missing = Callable[[Mapping[str, Any], Column], str | None]
 
 
 def layout(
-    columns: Sequence[Column],
-    rows: Sequence[Mapping[str, Any]],
-    missing: Missing | None = None,
-    across: bool = False,
+    columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], missing: Missing | None = None, across: bool = False
 ) -> list[list[Cell]]:
     """Return the cells of a table, row by row."""
     down = {column.key: _best(column, rows) for column in columns}

@@ -158,9 +158,7 @@ def _of_model(model: LightningModule) -> dict[str, Any]:
     facts: dict[str, Any] = {"model": f"{type(model).__module__}.{type(model).__qualname__}"}
     if isinstance(model, ClientModels):
         facts |= {"models": ", ".join(model.models), "model.server": model.server}
-        facts["model.assign"] = (
-            model.assign if isinstance(model.assign, str) else "by name"
-        )  # see resume/config_changes.py
+        facts["model.assign"] = model.assign if isinstance(model.assign, str) else "by name"
         for name in model.models:
             facts |= {f"{name}: {key}": value for key, value in _of_model(model.model(name)).items()}
         return facts

@@ -81,11 +81,7 @@ class RunLock:
             self._made = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._take()
-        self.holder = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
+        self.holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         try:
             with writing(self.path):
                 os.ftruncate(self._file, 0)

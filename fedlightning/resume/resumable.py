@@ -78,9 +78,8 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
     federation.costs.load(extra)
     federation.server.failures[:] = extra["failures"]
     federation.parts.load(extra)
-    federation.engine.runner.loop.adopt(
-        extra["local_loop"]
-    )  # a run that is over trains no more, and tells all the same
+    # a run that is over trains no more, and tells all the same
+    federation.engine.runner.loop.adopt(extra["local_loop"])
     federation.final_done = bool(extra["final"]) and federation.is_over
     if go_on and extra["final"] and not federation.final_done:
         federation.costs.forget_final_visits(federation.rounds_done)

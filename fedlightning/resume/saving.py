@@ -215,9 +215,8 @@ class Saving(Part):
             self.lasting(federation)  # before round 1, not in its time
 
     def on_round_failed(self, federation: Federation) -> None:
-        federation.engine.attempts.left_out.undo(
-            federation.rounds_done + 1
-        )  # who resumes wants its clients tried again
+        # who resumes wants its clients tried again
+        federation.engine.attempts.left_out.undo(federation.rounds_done + 1)
 
     def on_rounds_over(self, federation: Federation) -> None:
         if federation.recorder.writes:

@@ -140,9 +140,8 @@ def higher_is_better(metric: str) -> bool:
     >>> higher_is_better("val/loss"), higher_is_better("test_MeanAbsoluteError"), higher_is_better("test/F1Score")
     (False, False, True)
     """
-    words = re.findall(
-        r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", metric
-    )  # at signs, digits and capitals: torchmetrics' class names
+    # at signs, digits and capitals: torchmetrics' class names
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", metric)
     return not any(word.lower() in LOWER_IS_BETTER for word in words)
 
 

@@ -252,10 +252,7 @@ class Synchronous(Loop):
 
 
 def run_round(
-    server: Server,
-    engine: Engine,
-    evaluate: Evaluate,
-    report: Callable[[Update], None] = lambda update: None,
+    server: Server, engine: Engine, evaluate: Evaluate, report: Callable[[Update], None] = lambda update: None
 ) -> list[Update]:
     """Carry out one round: plan, visit, fold, step.
 

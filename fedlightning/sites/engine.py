@@ -390,9 +390,8 @@ class SitesEngine(Engine):
     def _receive(self, seconds: float) -> None:
         for reply in self.connections.receive(seconds):
             entries = self._window.came(reply.number)
-            if (
-                entries is not None and "unknown" not in reply.content
-            ):  # else it has started anew, and is sent them again
+            # else it has started anew, and is sent them again
+            if entries is not None and "unknown" not in reply.content:
                 self._take(reply, entries)
 
     def _go_on_without(self) -> None:

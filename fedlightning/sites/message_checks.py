@@ -230,10 +230,7 @@ def _is_word(value: Any) -> bool:
 
 ENVELOPES: dict[str, dict[str, Rule]] = {
     "hello": {
-        "run": when(
-            lambda here, value: is_run(value),
-            "the name of a run is 32 of the digits 0-9 and a-f",
-        ),
+        "run": when(lambda here, value: is_run(value), "the name of a run is 32 of the digits 0-9 and a-f"),
         "agreement": when(lambda here, value: isinstance(value, dict), "it says how the server is configured"),
         "assigned": small(dict[str, str], "it says who has which model"),
         "stage": one_of("fit", "test"),

@@ -56,12 +56,7 @@ class SiteStore(ClientRecords):
 
     def keep(self, client: str, version: str, note: RecordNote) -> None:
         """Put another version in force."""
-        about = {
-            "run": self.run,
-            "version": version,
-            "is_personal": note.is_personal,
-            "checkpoints": note.checkpoints,
-        }
+        about = {"run": self.run, "version": version, "is_personal": note.is_personal, "checkpoints": note.checkpoints}
         self.put(client, ClientRecord(state={SITE: about}))
 
     def note(self, client: str) -> RecordNote:

@@ -201,8 +201,7 @@ class Window:
             node = where.get(entry.client, "")
             has = timeout + (BUDGET if node in shared else 0.0)
             if not entry.done and entry.since is not None and now > entry.since + has:
-                self._seconds[node, type(entry.task)] = (
-                    math.inf
-                )  # from now on alone: one that hangs takes no other with it
+                # from now on alone: one that hangs takes no other with it
+                self._seconds[node, type(entry.task)] = math.inf
                 late_entries.append(entry)
         return late_entries

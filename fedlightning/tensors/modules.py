@@ -191,9 +191,8 @@ def state_digest(state: State) -> str:
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         flat = value.detach().cpu().contiguous().reshape(-1)
         for piece in flat.split(2**20) if flat.numel() else ():
-            digest.update(
-                piece.clone().view(torch.uint8).numpy().data
-            )  # numpy asks to write: a lazy clone would be no more
+            # numpy asks to write: a lazy clone would be no more
+            digest.update(piece.clone().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -96,9 +96,8 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], rounds: Mapping[int, floa
         computed, arrived = min(row["computed"], later), min(row["arrived"], later)  # it may be called away
         for start, stop, strength in ((row["began"], computed, 0.85), (computed, arrived, 0.35)):
             above.barh(line, stop - start, left=start, height=0.7, color=colour, alpha=strength, lw=0)
-        long = (
-            arrived - row["began"] > end / 60
-        )  # of a short one two lines would leave nothing to see: its end is a notch
+        # of a short one two lines would leave nothing to see: its end is a notch
+        long = arrived - row["began"] > end / 60
         above.plot(
             [row["began"]] * 2, [line - 0.35, line + (0.35 if long else -0.1)], color="white", lw=1 if long else 0.6
         )

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedlightning.datamodules import DigitsDataModule, LoaderDataModule
+from fedlightning.datamodules import (
+    DigitsDataModule,
+    DriftingDataModule,
+    IIDPartitioner,
+    LoaderDataModule,
+    ShiftedDataModule,
+    ValidatedOnTest,
+)
 from fedlightning.datamodules.held_out import draw_held_out, without
 from fedlightning.testing.toys import ToyData
 
@@ -89,3 +96,19 @@ def test_public_data_are_not_theirs(kind):
 def samples(data, client):
     dataset = data.client_dataloader(client, "train").dataset
     return [dataset[place] for place in range(len(dataset))]
+
+
+class Ranked(DigitsDataModule):
+    """Says of its features what a user's own data module may say of its."""
+
+    coupled_records = "rows are ranked. Give ranks of a public sample."
+
+
+def test_whoever_wraps_data_says_what_they_say_of_their_records():
+    """Else a callback that hides records would let them in."""
+    data = Ranked(IIDPartitioner(3))
+    data.setup()
+    for wrapped in (data, without(data, ["0"]), ValidatedOnTest(data), ShiftedDataModule(data, "noise", 0.5)):
+        assert wrapped.coupled_records == wrapped.coupling == Ranked.coupled_records, type(wrapped)
+    with pytest.raises(ValueError, match=r"rows are ranked.* of later windows, too"):
+        DriftingDataModule(data, windows=2).setup()

@@ -86,10 +86,9 @@ def test_words_as_labels_are_numbered_by_all_rows_and_a_class_label_is_not():
     for module in (data, given):
         module.setup()
     assert (
-        data.named_by_file == {"a ClassLabel of 'kind'": ["ill", "well"]}
-        and "a ClassLabel of 'kind'" in data.coupled_records
+        data.named_by_file == {"a ClassLabel of 'kind'": ["ill", "well"]} and "a ClassLabel of 'kind'" in data.coupling
     )
-    assert given.named_by_file == {} and not given.coupled_records and given.class_names == data.class_names
+    assert given.named_by_file == {} and not given.coupling and given.class_names == data.class_names
 
 
 def test_images_and_class_names():

@@ -115,6 +115,8 @@ def same(one: object, two: object) -> bool:
         return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, set):  # its order is that of hashes and of insertion
+        return sorted(map(repr, one)) == sorted(map(repr, two))
     if type(one).__name__ in KINDS:
         return all(same(getattr(one, field.name), getattr(two, field.name)) for field in fields(one))
     return repr(one) == repr(two)

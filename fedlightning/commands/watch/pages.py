@@ -74,9 +74,8 @@ class Watched:
 
     def _grid(self, studies: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
         runs = []
-        begun = {
-            place: written(self.folder / place / ".lock") for place, _ in studies
-        }  # a command writes it as it begins
+        # a command writes it as it begins
+        begun = {place: written(self.folder / place / ".lock") for place, _ in studies}
         for place, folder, entry in self._entries(studies):
             files = self._files(self.folder / folder)
             files.scores.read()
