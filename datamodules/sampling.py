@@ -22,7 +22,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from fedlightning.ranges import NonNegativeInt, checked
+from fedlightning.errors import ConfigurationError
 from fedlightning.seeding import address, generator, isolated
 
 KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -234,8 +234,9 @@ class AddressedSampler(Sampler[int]):
         True
     """
 
-    @checked
-    def __init__(self, size: NonNegativeInt, client: str, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(self, size: int, client: str, shuffle: bool = True, seed: int = 0) -> None:
+        if size < 0:  # by hand: one is made in each visit
+            raise ConfigurationError(f"AddressedSampler got size={size}. Use a whole number of at least 0.")
         self.size, self.client, self.shuffle = int(size), str(client), bool(shuffle)
         self.generator = torch.Generator()
         self.start(seed=seed, round=0)
