@@ -18,7 +18,6 @@ from fedlightning.commands.study import Parser
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError, explain
-from fedlightning.errors import warn
 from fedlightning.experiments.children import ChildCrash, call
 from fedlightning.study.columns import interval_text
 
@@ -60,16 +59,12 @@ def report(words: Sequence[str]) -> int:
     """Carry out the command and return its exit code."""
     from fedlightning.report.build import build_report
     from fedlightning.study.runs import STUDY_FILE, load_study, read_study_file, runs_below
-    from fedlightning.study.tables import tables_of
 
     options = parser().parse_args(list(words))
     runs: list[Path] = options.runs
-    for run in load_study(runs):  # raises if a folder is not a run
-        if run.error is None:
-            for fault in tables_of(run).faults.values():
-                warn(fault)
     studies = [path / STUDY_FILE for path in runs if (path / STUDY_FILE).exists()]
     if options.out is None and not (len(runs) == 1 and (studies or runs_below(runs[0]))):
+        load_study(runs)  # raises if a folder is not a run
         raise InputError("--out is missing: say where the report of these runs is to go.")
     study = read_study_file(studies[0]) if studies else {}
     metric, checkpoint = (

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlightning.errors import count_of
+from fedlightning.errors import count_of, warn
 from fedlightning.report.context import Context
 from fedlightning.report.html import Page, Section, Trouble, render, slug
 from fedlightning.report.sections import (
@@ -37,6 +37,7 @@ from fedlightning.study.measures import common_metric
 from fedlightning.study.problems import Problem
 from fedlightning.study.runs import DEPLOYED, STUDY_FILE, load_study, read_study_file
 from fedlightning.study.study import Study
+from fedlightning.study.tables import tables_of
 
 REPORT_FILE = "report.html"
 
@@ -48,7 +49,10 @@ def build_report(
     if not runs:
         raise ValueError("There is no run to report. Give run folders, or the --out folder of a compare.")
     runs_by_study = {name: load_study(paths) for name, paths in _groups(runs).items()}
-    metric = metric or common_metric(run for group in runs_by_study.values() for run in group)
+    loaded = [run for group in runs_by_study.values() for run in group]
+    for fault in (fault for run in loaded if run.error is None for fault in tables_of(run).faults.values()):
+        warn(fault)
+    metric = metric or common_metric(loaded)
     studies = {name: Study(group, metric=metric, checkpoint=checkpoint) for name, group in runs_by_study.items()}
     out = Path(out)
     write_comparison(next(iter(studies.values())) if len(studies) == 1 else studies, out)
