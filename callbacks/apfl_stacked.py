@@ -10,13 +10,13 @@ from torch import Tensor
 
 from fedlightning.algorithm import State, address
 from fedlightning.callbacks.apfl import ParameterMixture, alpha_slope, mix, next_alpha
-from fedlightning.stacked.fit import StackHooks, Turn
 from fedlightning.stacked.stack import Stack, column, put, side_by_side, take
+from fedlightning.stacked.stacked_fit import StackHooks, Turn
 from fedlightning.stacked.step import clip, gradients
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.apfl import APFL
-    from fedlightning.stacked.fit import StackedFit
+    from fedlightning.stacked.stacked_fit import StackedFit
 
 
 class StackedMixtures(StackHooks):

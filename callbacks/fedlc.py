@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedlightning.algorithm import Change, Client, Facts, FederatedCallback, Setup, WeightingName
-from fedlightning.callbacks.shared.calibration import (
+from fedlightning.callbacks.shared.logit_calibration import (
     IGNORED,
     check_cross_entropy,
     known_labels,

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from fedlightning.algorithm import NEWCOMER, Change, Client, Facts, Job, Message, Phase, Server, Stage, requires
-from fedlightning.callbacks.checkpoints import is_better, monitored
+from fedlightning.callbacks.model_selection import is_better, monitored
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.partial import other_names, part_names
 from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, at_most_one, make_init, needs

@@ -29,8 +29,8 @@ from fedlightning.algorithm import (
     Wire,
     requires,
 )
-from fedlightning.callbacks.shared.dealt import refuse_new_deal
 from fedlightning.callbacks.shared.representations import ClassLogits, head_path
+from fedlightning.callbacks.shared.values_by_turn import refuse_new_deal
 from fedlightning.layers import expand
 from fedlightning.ranges import Length, NonNegativeFloat, Share, ShareBelowOne, make_init, needs
 from fedlightning.tensors import WeightedMean, module_state, narrow, widen

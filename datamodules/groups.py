@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.plans import cut
 from fedlightning.datamodules.public import without_labels
 from fedlightning.datamodules.sampling import preserve_generators
 from fedlightning.datamodules.views import IndexView, Indices, rows_of, samples_at

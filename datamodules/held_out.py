@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import DataLoader
 
-from fedlightning.datamodules.base import FederatedDataModule, sort_clients
+from fedlightning.datamodules.federated_data import FederatedDataModule, sort_clients
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule, union_loader, union_of
 from fedlightning.datamodules.wrapped import WrappedDataModule

@@ -28,9 +28,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fedlightning.datamodules.another import Another, Public, another, loader_of, share_of
-from fedlightning.datamodules.base import FederatedDataModule, check_split, sort_clients
+from fedlightning.datamodules.federated_data import FederatedDataModule, check_split, sort_clients
 from fedlightning.datamodules.groups import cut_groups
+from fedlightning.datamodules.public_from_another import Another, Public, another, loader_of, share_of
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import ArrayDataset, IndexView, Indices, collate_rows, is_plain, rows_of, tensors_of
 from fedlightning.ranges import NonNegativeInt, PositiveInt, checked

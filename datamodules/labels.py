@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from fedlightning.datamodules.tables import code_of
+from fedlightning.datamodules.csv_tables import code_of
 from fedlightning.datamodules.views import ArrayDataset, IndexView
 
 _ATTRIBUTES = ("targets", "labels")

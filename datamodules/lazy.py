@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 
 from torch.utils.data import DataLoader, Dataset
 
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule, check_split
+from fedlightning.datamodules.federated_data import SPLITS, FederatedDataModule, check_split
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import IndexView, collate_rows
 from fedlightning.ranges import Range, checked

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.utils.data import BatchSampler, ChainDataset, ConcatDataset, DataLoader, IterableDataset, RandomSampler
 
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule, sort_clients
+from fedlightning.datamodules.federated_data import SPLITS, FederatedDataModule, sort_clients
 from fedlightning.datamodules.partitioned import loader_options
 from fedlightning.datamodules.sampling import (
     AddressedSampler,

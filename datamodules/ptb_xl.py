@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from fedlightning.datamodules.base import sort_clients
+from fedlightning.datamodules.csv_tables import column_of, read_table, refuse_twice, whole_of
+from fedlightning.datamodules.federated_data import sort_clients
 from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
-from fedlightning.datamodules.tables import column_of, read_table, refuse_twice, whole_of
 from fedlightning.datamodules.views import FileSamples
 from fedlightning.errors import missing_package
 from fedlightning.ranges import NonNegativeInt, checked

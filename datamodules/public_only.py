@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from fedlightning.datamodules.another import Another, another, is_data_set, loader_of
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.datamodules.groups import content_hash
 from fedlightning.datamodules.held_out import WithoutClients
 from fedlightning.datamodules.public import has_positions
+from fedlightning.datamodules.public_from_another import Another, another, is_data_set, loader_of
 from fedlightning.ranges import PositiveInt, checked
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedlightning.datamodules.base import clients_here
+from fedlightning.datamodules.csv_tables import Column, column_of, numbers_of, read_table, refuse_extremes, refuse_twice
+from fedlightning.datamodules.federated_data import clients_here
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
-from fedlightning.datamodules.tables import Column, column_of, numbers_of, read_table, refuse_extremes, refuse_twice
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import ShareBelowOne, checked
 

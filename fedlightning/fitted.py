@@ -17,10 +17,10 @@ from fedlightning.arguments import TrainerOptions
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.data_summary import describe
 from fedlightning.client.runtime import ClientRuntime
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.deployment.checkpoints import Exporter
 from fedlightning.deployment.export import Deploy, Predict, deployed, deployed_module, predictions, spent_in
-from fedlightning.engines.base import Engine
+from fedlightning.engines.contract import Engine
 from fedlightning.engines.score_tasks import ServerModel
 from fedlightning.errors import ConfigurationError
 from fedlightning.onboarding.held_out_scores import refusal
@@ -28,7 +28,7 @@ from fedlightning.onboarding.onboarding import Onboarding, blueprint_of_placing,
 from fedlightning.ranges import to_python
 from fedlightning.resume.lock import only_writer
 from fedlightning.run.folder import RunFolder
-from fedlightning.scores.metrics import summarise
+from fedlightning.scores.metric_names import summarise
 from fedlightning.scores.rows import LOCAL, UNSEEN
 from fedlightning.scores.table import print_results
 from fedlightning.seeding import preserved

@@ -21,9 +21,9 @@ from fedlightning import arguments
 from fedlightning.arguments import TrainerOptions
 from fedlightning.assemble import assemble, assemble_dry_run, make_blueprint
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.deployment.export import export
-from fedlightning.engines.base import ClientRecords
+from fedlightning.engines.contract import ClientRecords
 from fedlightning.errors import ConfigurationError
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.fitted import FittedFederation

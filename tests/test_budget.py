@@ -66,7 +66,7 @@ BUDGET = {
     "pronouns as names": (pronouns, 21),
     "is no X, instead of: is not an X": (lambda: idiom(r"(?<!there )\b(?:is|are) no [a-z']"), 13),
     "in the place of, instead of: in place of": (lambda: idiom("in the place of"), 0),
-    "names of files that are there twice": (doubled_names, 41),
+    "names of files that are there twice": (doubled_names, 0),
 }
 """What is counted: how, and the most that there may be."""
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import Client, Setup, State, probes
 from fedlightning.tensors import clone, first_nonfinite, load_state, module_state
-from fedlightning.tensors.modules import optimizers_in
+from fedlightning.tensors.entries import optimizers_in
 
 
 class SecondModel:

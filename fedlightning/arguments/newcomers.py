@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fedlightning.arguments.inputs import check_clients, federated_data
 from fedlightning.client.data_summary import DataSummary, describe
 from fedlightning.compat.lightning_runs import quiet
-from fedlightning.datamodules.base import FederatedDataModule, sort_clients
+from fedlightning.datamodules.federated_data import FederatedDataModule, sort_clients
 from fedlightning.errors import ConfigurationError, listed
 from fedlightning.models.client_models import ClientModels
 

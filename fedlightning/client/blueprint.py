@@ -27,7 +27,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.models.client_models import ClientModels
 from fedlightning.seeding import isolated
 from fedlightning.tensors import State, entry_kinds, is_same, module_state, select, state_digest
-from fedlightning.tensors.modules import keeps_vectors
+from fedlightning.tensors.entries import keeps_vectors
 
 
 class ModuleCopier(Protocol):

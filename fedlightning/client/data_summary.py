@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.contract.messages import Message
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule, sort_clients
+from fedlightning.datamodules.federated_data import SPLITS, FederatedDataModule, sort_clients
 from fedlightning.datamodules.groups import look
 from fedlightning.datamodules.held_out import without
+from fedlightning.datamodules.partition_report import class_names_of
 from fedlightning.datamodules.public_only import public_content
-from fedlightning.datamodules.report import class_names_of
 from fedlightning.datamodules.sampling import (
     AddressedSampler,
     preserve_generators,

@@ -51,7 +51,7 @@ from fedlightning.contract import FederatedCallback, Phase, TrainingData
 from fedlightning.contract.messages import Message
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.errors import ConfigurationError, Restart
-from fedlightning.tensors.modules import optimizers_in
+from fedlightning.tensors.entries import optimizers_in
 from fedlightning.wrappers.mixing import Mixin, mixed
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from fedlightning.compat.lightning_runs import quiet, to_device, trainer_of
 from fedlightning.compat.system import preload_fork_server
 from fedlightning.contract import POOLED, CallbackList, FederatedCallback
 from fedlightning.contract.messages import Message
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.datamodules.held_out import ClientSubset, without
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.sampling import read_for_scores

@@ -19,8 +19,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedlightning.codec.allowed import Trust, forbidden_attribute, is_trusted, look_up, path_of
+from fedlightning.codec.exotic_values import listed
 from fedlightning.codec.tree import PLAIN, NotPlainError, Reader, Writer, check_attributes
-from fedlightning.codec.values import listed
 from fedlightning.wrappers.mixing import Mixin, mixins_of, remade, user_class
 
 

@@ -1,7 +1,7 @@
 """Values as a text of JSON and tensors, and back, so that reading a file or a message cannot run code.
 
 What JSON has stands for itself; any other value is an object with one entry, its kind and what it is made of. Harmless values
-(arrays, paths, dates, random generators ...) are taken apart (:mod:`fedlightning.codec.values`), the rest is refused by its
+(arrays, paths, dates, random generators ...) are taken apart (:mod:`fedlightning.codec.exotic_values`), the rest is refused by its
 place. What was put in comes back bit for bit: types, the order of dimensions in memory, what is one thing in two places, and
 memory that several tensors share.
 
@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fedlightning.codec.allowed import UntrustedError, path_of
 from fedlightning.codec.container import NAMES, UNLIMITED, Limits, check_truth, layout, unpack_file
-from fedlightning.codec.values import BY_NAME, BY_TYPE, Collisions, enum_member, in_order, named_tuple
+from fedlightning.codec.exotic_values import BY_NAME, BY_TYPE, Collisions, enum_member, in_order, named_tuple
 from fedlightning.storage.files import UnreadableError, replacing, sync
 
 PLAIN = (type(None), bool, float, str, complex, torch.dtype, torch.device, torch.Size)

@@ -16,7 +16,7 @@ from fedlightning.catalogue import FAMILIES, Algorithm, find, list_algorithms, r
 from fedlightning.commands.json_output import print_json
 from fedlightning.commands.terminal import console
 from fedlightning.compat.rich_tables import print_whole
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 
 
 def algorithms(words: Sequence[str]) -> int:

@@ -18,14 +18,14 @@ from fedlightning.commands.json_output import print_json
 from fedlightning.commands.terminal import say, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.datamodules import FederatedDataModule
-from fedlightning.datamodules.base import sort_clients
-from fedlightning.datamodules.report import class_names_of
-from fedlightning.scores.metrics import ACCURACY, SHARES, bare, metric_label, units_in_words
+from fedlightning.datamodules.federated_data import sort_clients
+from fedlightning.datamodules.partition_report import class_names_of
+from fedlightning.scores.metric_names import ACCURACY, SHARES, bare, metric_label, units_in_words
 from fedlightning.storage.files import write_text_atomically
 from fedlightning.study.calibration import calibration, calibration_intervals, wilson
 from fedlightning.study.columns import GLOBAL, LOCAL
+from fedlightning.study.comparison_files import as_csv, flat, plain
 from fedlightning.study.data import Table
-from fedlightning.study.export import as_csv, flat, plain
 from fedlightning.study.samples import Predicted
 from fedlightning.trainer import FederatedTrainer
 

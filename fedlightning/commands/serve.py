@@ -17,7 +17,7 @@ from fedlightning.commands.evaluate import show_evaluation
 from fedlightning.commands.folders import refuse_taken, to_resume
 from fedlightning.commands.run import Commands
 from fedlightning.commands.terminal import console
-from fedlightning.config.errors import InputError, explain
+from fedlightning.config.input_errors import InputError, explain
 from fedlightning.config.parsing import CommandLine
 from fedlightning.config.short_forms import CLASS_PATHS, engine_of
 from fedlightning.datamodules import FederatedDataModule, NaturalPartitioner, Partitioned
@@ -28,11 +28,11 @@ from fedlightning.ranges import PositiveInt
 from fedlightning.resume.lock import only_writer
 from fedlightning.resume.stop_requests import Terminated, endings
 from fedlightning.sites.engine import DataElsewhere
-from fedlightning.sites.flower import certificates as files
+from fedlightning.sites.flower import certificate_files as files
 from fedlightning.sites.flower import programs
 from fedlightning.sites.flower import reachability as reach
 from fedlightning.sites.link import connected
-from fedlightning.sites.runs import MOST
+from fedlightning.sites.run_quotas import MOST
 from fedlightning.sites.server_log import Run, ServerLog, showing
 from fedlightning.sites.site import Site
 from fedlightning.sites.site_log import SiteLog

@@ -12,7 +12,7 @@ from fedlightning.contract.capabilities import METHODS, Change
 from fedlightning.contract.families import Protection, UpdateInterception
 from fedlightning.contract.jobs import WEIGHTINGS
 from fedlightning.contract.messages import Update
-from fedlightning.contract.outgoing import Kind, OutgoingItem
+from fedlightning.contract.outgoing_items import Kind, OutgoingItem
 from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import in_words
 

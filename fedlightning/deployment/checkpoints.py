@@ -19,9 +19,9 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
 from fedlightning.codec.allowed import ROOMS, Trust, UntrustedError, is_trusted, look_up, refuse_untrusted_names, within
+from fedlightning.codec.exotic_values import slow_keys
 from fedlightning.codec.modules import from_tree, native, to_tree
 from fedlightning.codec.tree import NotPlainError
-from fedlightning.codec.values import slow_keys
 from fedlightning.compat.lightning_runs import configure, detached_copy, quiet
 from fedlightning.errors import ConfigurationError
 from fedlightning.storage.files import UnreadableError, check_seal, read_tensors, replacing, save_tensors, seal

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from fedlightning.options import FailurePolicy
 
 if TYPE_CHECKING:
-    from fedlightning.engines.base import AcceptsUpdates, Task
+    from fedlightning.engines.contract import AcceptsUpdates, Task
 
 Answer = TypeVar("Answer")
 Record = TypeVar("Record")

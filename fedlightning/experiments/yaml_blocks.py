@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 import yaml
 
-from fedlightning.config.errors import InputError, suggestion
+from fedlightning.config.input_errors import InputError, suggestion
 from fedlightning.config.value_checks import refuse_expansion, refuse_form
 from fedlightning.ranges import Range, allows, described
 

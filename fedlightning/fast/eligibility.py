@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.client.data_summary import limited
 from fedlightning.fast.log_sheet import LogCollector
-from fedlightning.fast.trainer import FastTrainer
+from fedlightning.fast.trainer_view import FastTrainer
 from fedlightning.options.lightning_arguments import FORWARDED
 
 Hook = Callable[..., Any]

@@ -17,14 +17,14 @@ from fedlightning.client.data_summary import DataSummary, Detail
 from fedlightning.client.fit import optimizers_of
 from fedlightning.contract import FederatedCallback
 from fedlightning.contract.messages import tree_bytes
-from fedlightning.engines.base import Engine, Task
+from fedlightning.engines.contract import Engine, Task
 from fedlightning.fast.eligibility import of_callback
 from fedlightning.guards.dry_run_report import CallbackRole, ClientSize, DryRun
 from fedlightning.guards.step_trials import spread
 from fedlightning.guards.trial_failure import shapes
 from fedlightning.options import FailurePolicy
 from fedlightning.privacy.outgoing import list_coverage
-from fedlightning.scores.metrics import bare
+from fedlightning.scores.metric_names import bare
 from fedlightning.server.federation import Federation
 from fedlightning.server.model_store import describe
 from fedlightning.tensors import module_state

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fedlightning.contract.messages import Update
-from fedlightning.datamodules.base import SPLITS
+from fedlightning.datamodules.federated_data import SPLITS
 from fedlightning.engines.attempts import add_site_name
 from fedlightning.errors import warn
-from fedlightning.scores.metrics import bare, higher_is_better
+from fedlightning.scores.metric_names import bare, higher_is_better
 from fedlightning.scores.rows import KIND, Row
 from fedlightning.server.parts import Part
 from fedlightning.tensors import State

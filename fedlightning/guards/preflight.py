@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fedlightning.contract import POOLED, Change, FederatedCallback, FirstStep, Setup
 from fedlightning.contract.capabilities import EVERY_SCORE
-from fedlightning.datamodules.base import SPLITS
+from fedlightning.datamodules.federated_data import SPLITS
 from fedlightning.engines.attempts import add_site_name
-from fedlightning.engines.base import Task
+from fedlightning.engines.contract import Task
 from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.guards.composition import changes_of, refuse_combinations
 from fedlightning.guards.preflight_task import DataElsewhere, PreflightTask, StepFinding, ask_callback, make_setup

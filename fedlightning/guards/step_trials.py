@@ -40,7 +40,7 @@ from fedlightning.contract import Change, FederatedCallback, FirstStep, Phase
 from fedlightning.contract.messages import Message
 from fedlightning.datamodules.sampling import gives_batches, preserve_generators
 from fedlightning.datamodules.views import samples_at
-from fedlightning.engines.base import Engine, PlainTask
+from fedlightning.engines.contract import Engine, PlainTask
 from fedlightning.errors import ConfigurationError, ControlFlow, listed, warn
 from fedlightning.fast.log_sheet import FastLoopRefused
 from fedlightning.guards.preflight_task import StepFinding

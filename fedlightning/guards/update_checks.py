@@ -24,9 +24,9 @@ from torch import Tensor
 from fedlightning.client.trainer_context import MEDIA
 from fedlightning.contract import Change, FederatedCallback, SumCodec
 from fedlightning.contract.messages import ClientLog, Extra, Message, Update, check_extras, sizes_in
-from fedlightning.datamodules.base import SPLITS
+from fedlightning.datamodules.federated_data import SPLITS
 from fedlightning.errors import ConfigurationError
-from fedlightning.scores.metrics import outside
+from fedlightning.scores.metric_names import outside
 from fedlightning.scores.rows import EVERYBODY, Row
 from fedlightning.server.parts import Part
 from fedlightning.server.server import Server, error_in_check, refused

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from fedlightning.client.probes import probing, training_loss
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.seeding import generator
 from fedlightning.trainer import FederatedTrainer
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from fedlightning.client.probes import sample_losses
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.trainer import FederatedTrainer
 

@@ -15,7 +15,7 @@ from fedlightning.client.client_errors import client_failure, describe_error
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract import NEWCOMER
 from fedlightning.contract.messages import GLOBAL, Message
-from fedlightning.engines.base import Engine
+from fedlightning.engines.contract import Engine
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, gaps
 from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.scores.rows import LOCAL, UNSEEN, Gap, Row

@@ -23,10 +23,10 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.contract import NEWCOMER, CallbackList, Facts, FederatedCallback, Job, Placing
 from fedlightning.contract.messages import Message, Update
 from fedlightning.deployment.export import Deploy
-from fedlightning.engines.base import ClientRecords, Engine, Visit
+from fedlightning.engines.contract import ClientRecords, Engine, Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel
 from fedlightning.onboarding.held_out_scores import Unseen
-from fedlightning.scores.metrics import summarise
+from fedlightning.scores.metric_names import summarise
 from fedlightning.scores.rows import UNSEEN, Gap, Row, write_rows
 from fedlightning.server.server import Server
 from fedlightning.server.summary import describe_clients

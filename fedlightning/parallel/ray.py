@@ -30,7 +30,7 @@ from typing import Any, cast
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.engines.attempts import FederationError
-from fedlightning.engines.base import ClientRecords, Task
+from fedlightning.engines.contract import ClientRecords, Task
 from fedlightning.errors import ConfigurationError, missing_package
 from fedlightning.options import Ray
 from fedlightning.parallel.arena import Broadcast

@@ -17,7 +17,7 @@ from fedlightning.report.sections import (
     failures,
     fairness,
     grid,
-    layers,
+    layer_quantities,
     leakage,
     privacy,
     scores,
@@ -31,11 +31,11 @@ from fedlightning.report.sections import (
 )
 from fedlightning.report.sentences import answers
 from fedlightning.report.styles import styles
-from fedlightning.scores.metrics import metric_label
-from fedlightning.study.export import write_comparison
-from fedlightning.study.measures import common_metric
+from fedlightning.scores.metric_names import metric_label
+from fedlightning.study.comparison_files import write_comparison
+from fedlightning.study.finished_runs import DEPLOYED, STUDY_FILE, load_study, read_study_file
 from fedlightning.study.problems import Problem
-from fedlightning.study.runs import DEPLOYED, STUDY_FILE, load_study, read_study_file
+from fedlightning.study.run_scores import common_metric
 from fedlightning.study.study import Study
 
 REPORT_FILE = "report.html"
@@ -135,7 +135,7 @@ PARTS = (
     time.time,
     terms.terms,
     setting.partition,
-    layers.layers,
+    layer_quantities.layers,
     privacy.privacy,
     leakage.leakage,
     failures.failures,

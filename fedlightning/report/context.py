@@ -19,7 +19,7 @@ from fedlightning.report.drawing import inline, look, save, settle, svg
 from fedlightning.report.figures.dots import Dot, Line
 from fedlightning.report.html import Gallery, Picture, Section, Table, slug
 from fedlightning.report.styles import Style
-from fedlightning.scores.metrics import higher_is_better, metric_label
+from fedlightning.scores.metric_names import higher_is_better, metric_label
 from fedlightning.storage.files import UnreadableError, read_json
 from fedlightning.study.columns import GLOBAL
 from fedlightning.study.evidence import word_of_best

@@ -24,7 +24,7 @@ from fedlightning.models.client_models import ClientModels
 from fedlightning.options import Evaluation, Vectorized
 from fedlightning.server.server import Server
 from fedlightning.storage.files import plain
-from fedlightning.tensors.modules import optimizers_in
+from fedlightning.tensors.entries import optimizers_in
 
 ARGUMENTS = (
     "local_epochs",

@@ -37,7 +37,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from fedlightning.compat.lightning_runs import quiet
 from fedlightning.errors import ConfigurationError
 from fedlightning.run.recorder import RoundLogs
-from fedlightning.scores.metrics import summarise
+from fedlightning.scores.metric_names import summarise
 from fedlightning.scores.rows import LATEST, Row
 from fedlightning.storage.files import AppendOnlyFile, Mark, is_the_one, set_aside, write_text_atomically
 

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from fedlightning.contract.messages import Update
 from fedlightning.run.folder import METRICS_MARK, RunFolder
-from fedlightning.scores.metrics import summarise
+from fedlightning.scores.metric_names import summarise
 from fedlightning.scores.rows import ADDRESS, LATEST, UNSEEN, Row, RowList, Rows, of_clients, read_part
 from fedlightning.storage.files import is_writing_process, writing
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.contract import POOLED
 from fedlightning.errors import listed
-from fedlightning.scores.metrics import DEFAULTS
+from fedlightning.scores.metric_names import DEFAULTS
 from fedlightning.scores.rows import LOCAL, UNSEEN
 
 STAGES = {"G": "G: server's model", "L1": "L1: as received", "L2": "L2: after local training"}
@@ -28,7 +28,7 @@ DEPLOYED = (("latest", "L1", LOCAL), ("best_local", "L1", LOCAL))
 """Row of the models that clients would use, the last one that there is."""
 
 Result = dict[str, Any]
-"""A row of `summary.json`: see :func:`fedlightning.scores.metrics.summarise`."""
+"""A row of `summary.json`: see :func:`fedlightning.scores.metric_names.summarise`."""
 
 
 def important_metrics(results: Sequence[Result], limit: int | None = None) -> list[str]:

@@ -12,7 +12,7 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.contract import POOLED, SumCodec
 from fedlightning.contract.messages import Update
 from fedlightning.engines.attempts import FederationError, in_order
-from fedlightning.engines.base import ClientRecords, Engine
+from fedlightning.engines.contract import ClientRecords, Engine
 from fedlightning.run.recorder import Recorder
 from fedlightning.scores.rows import LOCAL, Row, of_clients
 from fedlightning.server import evaluation as stage_scores

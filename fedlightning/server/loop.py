@@ -18,7 +18,7 @@ from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract import POOLED, AsynchronousMethod, Change, ClientSelection, Job, Plan
 from fedlightning.contract.messages import JobTrace, Message, Update, contributors
-from fedlightning.engines.base import Engine
+from fedlightning.engines.contract import Engine
 from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import Counts, Range, check_on_creation, make_init, needs
 from fedlightning.server.round_clock import NO_CLOCK, Clock

@@ -13,9 +13,9 @@ from typing import Any
 
 from fedlightning.client.runtime import refuse_uncounted
 from fedlightning.contract import FederatedCallback
-from fedlightning.datamodules.base import sort_clients
-from fedlightning.datamodules.statistics import chosen_words
-from fedlightning.engines.base import Engine
+from fedlightning.datamodules.agreed_statistics import chosen_words
+from fedlightning.datamodules.federated_data import sort_clients
+from fedlightning.engines.contract import Engine
 from fedlightning.errors import ConfigurationError
 from fedlightning.storage.files import read_json, readable_json, write_text_atomically, writing
 

@@ -11,7 +11,7 @@ from fedlightning.contract.messages import JobTrace, Message, Update
 from fedlightning.tensors import State
 
 if TYPE_CHECKING:
-    from fedlightning.engines.base import Engine
+    from fedlightning.engines.contract import Engine
     from fedlightning.server.server import Server
 
 

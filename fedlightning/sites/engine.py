@@ -16,11 +16,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from fedlightning.client.data_summary import DataSummary, Detail
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract.messages import Update
-from fedlightning.datamodules.base import sort_clients
+from fedlightning.datamodules.federated_data import sort_clients
 from fedlightning.datamodules.held_out import WithoutClients
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.attempts import WITHOUT, add_site_name
-from fedlightning.engines.base import Engine, RecordNote, Task
+from fedlightning.engines.contract import Engine, RecordNote, Task
 from fedlightning.errors import ConfigurationError
 from fedlightning.sites import code_hashes as code
 from fedlightning.sites.agreement import agreement, digest
@@ -326,7 +326,7 @@ class SitesEngine(Engine):
         return answers[0]
 
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
-        """Yield the answers of tasks in their order; see :meth:`fedlightning.engines.base.Engine.map`."""
+        """Yield the answers of tasks in their order; see :meth:`fedlightning.engines.contract.Engine.map`."""
         source, window, is_over = iter(tasks), self._window, False
         self.close()
         if self.absent.marked:  # they may have answered since, or are here again

@@ -29,14 +29,14 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.compat.sheets import is_formula
 from fedlightning.contract.messages import Update
 from fedlightning.deployment.export import Deployed
-from fedlightning.engines.base import Task, Visit
+from fedlightning.engines.contract import Task, Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.guards.preflight_task import PreflightTask, StepFinding
 from fedlightning.guards.step_trials import StepTrial
 from fedlightning.scores.rows import Gap, Row
 from fedlightning.sites.connections import SENTENCE
-from fedlightning.sites.runs import is_run
+from fedlightning.sites.run_quotas import is_run
 from fedlightning.sites.status import printable
 from fedlightning.sites.task_window import MOST
 from fedlightning.wire.objects import check_of

@@ -24,10 +24,10 @@ from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.codec.tree import file_of, load
 from fedlightning.compat.system import file_name_of
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.deployment.export import Deploy
-from fedlightning.engines.base import RecordNote, Visit
+from fedlightning.engines.contract import RecordNote, Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
 from fedlightning.errors import ConfigurationError
 from fedlightning.guards.preflight_task import PreflightTask
@@ -38,7 +38,7 @@ from fedlightning.server.population import refuse_statistics
 from fedlightning.sites import code_hashes as code
 from fedlightning.sites.agreement import DETAILS, agreement, leaving, own_key, refusal_of_changes, versions
 from fedlightning.sites.message_checks import ENVELOPES, Texts, fault_of_request
-from fedlightning.sites.runs import MOST, Asked, make_room
+from fedlightning.sites.run_quotas import MOST, Asked, make_room
 from fedlightning.sites.site_log import SiteLog
 from fedlightning.sites.task_bounds import GREETED, Here, fault, kind_of, out_of_turn
 from fedlightning.storage.files import (

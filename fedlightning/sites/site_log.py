@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.client.record import ClientRecord
-from fedlightning.engines.base import ClientRecords, RecordNote, Visit
+from fedlightning.engines.contract import ClientRecords, RecordNote, Visit
 from fedlightning.sites.status import LISTED, OwnStatus, StatusFile, of_clients, printable, stamped
 from fedlightning.sites.task_bounds import VERBS, in_words
 

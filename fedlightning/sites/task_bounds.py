@@ -21,7 +21,7 @@ from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import Change
 from fedlightning.contract.messages import Message, check_extras
 from fedlightning.deployment.export import Deploy
-from fedlightning.engines.base import Visit
+from fedlightning.engines.contract import Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.guards.preflight_task import FACTS, PreflightTask
 from fedlightning.guards.step_trials import StepTrial

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlightning.engines.attempts import TaskTries
-from fedlightning.engines.base import Task
+from fedlightning.engines.contract import Task
 from fedlightning.guards.preflight_task import PreflightTask
 from fedlightning.guards.step_trials import StepTrial
 

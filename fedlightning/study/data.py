@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedlightning.scores.metrics import bare, higher_is_better
+from fedlightning.scores.metric_names import bare, higher_is_better
 from fedlightning.study import roles
 from fedlightning.study.baselines import (
     SAMPLED,
@@ -22,10 +22,10 @@ from fedlightning.study.baselines import (
 )
 from fedlightning.study.columns import GLOBAL, PERSONAL
 from fedlightning.study.crossing import sources_of
-from fedlightning.study.measures import Estimate, RunScores, SeedScore, common_metric, estimate
-from fedlightning.study.runs import DEPLOYED, Run
+from fedlightning.study.finished_runs import DEPLOYED, Run
+from fedlightning.study.run_scores import Estimate, RunScores, SeedScore, common_metric, estimate
+from fedlightning.study.run_tables import RunTables, tables_of
 from fedlightning.study.samples import Predicted, read
-from fedlightning.study.tables import RunTables, tables_of
 
 Table = list[dict[str, Any]]
 """Lines of a table, each with the same keys and plain values, ready for JSON, CSV and a page."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from fedlightning.study.baselines import test_share
 from fedlightning.study.data import StudyData, Table
-from fedlightning.study.measures import bounded, bounds, mean_of
-from fedlightning.study.runs import Run
-from fedlightning.study.scores import per_client
+from fedlightning.study.finished_runs import Run
+from fedlightning.study.run_scores import bounded, bounds, mean_of
+from fedlightning.study.score_tables import per_client
 from fedlightning.study.significance import crossed_difference, holm, paired_difference, resampled_difference, wilcoxon
 
 REST = "together, and by chance"

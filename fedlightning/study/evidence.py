@@ -9,13 +9,13 @@ from statistics import fmean
 from typing import Any
 
 from fedlightning.errors import count_of, listed
-from fedlightning.scores.metrics import ACCURACY, metric_label
+from fedlightning.scores.metric_names import ACCURACY, metric_label
 from fedlightning.study.columns import LOCAL
-from fedlightning.study.curves import round_means
 from fedlightning.study.data import StudyData, Table
-from fedlightning.study.measures import bounds, mean_of
-from fedlightning.study.runs import Run
-from fedlightning.study.scores import per_client
+from fedlightning.study.finished_runs import Run
+from fedlightning.study.learning_curves import round_means
+from fedlightning.study.run_scores import bounds, mean_of
+from fedlightning.study.score_tables import per_client
 
 CHANCE = {"auroc": 0.5, "c_index": 0.5, "r2": 0.0, "cohen_kappa": 0.0}
 """Metric -> what an answer gets that is the same for all samples."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.ranges import number_in
 
 MOST = 12

@@ -10,8 +10,8 @@ import numpy as np
 
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.incentives import appeal
-from fedlightning.study.measures import mean_of
-from fedlightning.study.tables import Entry
+from fedlightning.study.run_scores import mean_of
+from fedlightning.study.run_tables import Entry
 
 CONSERVED = 1e-9
 """Tokens by which a round of a cluster may miss; more is a problem."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fedlightning.tensors.modules import State
+from fedlightning.tensors.entries import State
 
 PIECE = 2**15
 """Numbers worked on at a time on a CPU, where new memory for long float64 tensors takes longer than their arithmetic."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract import Decentralised
 from fedlightning.contract.messages import JobTrace, Message, Outcome, Update
-from fedlightning.engines.base import Engine
+from fedlightning.engines.contract import Engine
 from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import Range, at_most_one
 from fedlightning.server.loop import Loop, keep_last_scores

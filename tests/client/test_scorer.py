@@ -12,9 +12,9 @@ from torchmetrics.classification import MulticlassAccuracy
 from fedlightning.callbacks import FedAvg
 from fedlightning.client import requests
 from fedlightning.datamodules import ArrayDataset, ArrayFederatedDataModule, IIDPartitioner
-from fedlightning.fast import evaluation
+from fedlightning.fast import fast_evaluation
 from fedlightning.fast.module_copier import Copier
-from fedlightning.fast.trainer import FastTrainer
+from fedlightning.fast.trainer_view import FastTrainer
 from fedlightning.models import MLP, Classifier
 from tests.helpers import make_trainer, mostly_slow
 
@@ -101,9 +101,9 @@ def test_what_clients_share_is_done_once(monkeypatch):
         monkeypatch.setattr(owner, name, counted)
 
     for owner, name in (
-        (evaluation, "Hooks"),
-        (evaluation, "LogCollector"),
-        (evaluation, "to_device"),
+        (fast_evaluation, "Hooks"),
+        (fast_evaluation, "LogCollector"),
+        (fast_evaluation, "to_device"),
         (Copier, "copy"),
     ):
         count(owner, name)

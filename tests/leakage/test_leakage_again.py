@@ -19,7 +19,7 @@ from fedlightning.leakage.audit import canaries_for, epsilon_bound, p_value, pow
 from fedlightning.leakage.gradients import distance, psnr
 from fedlightning.leakage.likelihood_ratio import confidence, standing_out
 from fedlightning.models import Classifier
-from tests.datamodules.test_statistics import stays, write_table
+from tests.datamodules.test_agreed_statistics import stays, write_table
 from tests.helpers import Toy, federate, toy_data
 
 pytest.importorskip("opacus")

@@ -13,9 +13,9 @@ import fedlightning  # noqa: F401  before lightning
 from fedlightning.client.data_summary import DataSummary
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import ClientRuntime
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.datamodules.held_out import without
-from fedlightning.engines.base import ClientRecords
+from fedlightning.engines.contract import ClientRecords
 from fedlightning.parallel.scheduling import ProcessesEngine
 from tests.helpers import Toy
 

@@ -9,7 +9,7 @@ import pytest
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract.messages import Message
 from fedlightning.engines.attempts import Retries
-from fedlightning.engines.base import Visit
+from fedlightning.engines.contract import Visit
 from fedlightning.guards.step_trials import StepTrial
 from fedlightning.sites import task_window as windows
 from fedlightning.sites.task_window import AHEAD, BUDGET, MOST, Entry, Window

@@ -13,9 +13,9 @@ import yaml
 
 from fedlightning.resume.lock import holder_of
 from fedlightning.resume.manifest import whole
-from fedlightning.scores.metrics import DEFAULTS, bare
+from fedlightning.scores.metric_names import DEFAULTS, bare
 from fedlightning.storage.files import read_json
-from fedlightning.study.runs import natural
+from fedlightning.study.finished_runs import natural
 
 COLUMNS = ("round", "stage", "model", "checkpoint", "data", "split", "client", "metric", "value", "num_samples")
 SHOWN_CLIENTS, SHOWN_FAILURES = 500, 50

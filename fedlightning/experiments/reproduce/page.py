@@ -10,6 +10,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from fedlightning.experiments.reproduce.published_tables import Table
 from fedlightning.experiments.reproduce.results import (
     BAD,
     GOOD,
@@ -24,7 +25,6 @@ from fedlightning.experiments.reproduce.results import (
     sentence_of_plan,
     verdict_counts,
 )
-from fedlightning.experiments.reproduce.tables import Table
 from fedlightning.report import html
 from fedlightning.report.cells import Column
 from fedlightning.report.drawing import inline, look, panel, rows_of, save, settle, svg

@@ -10,9 +10,9 @@ import numpy as np
 
 from fedlightning.report.cells import Column, Kind, counted, is_number, is_ranked, summary
 from fedlightning.report.context import METHOD, Context
-from fedlightning.report.figures.clients import NARROW, client_map, heat_map, strips
+from fedlightning.report.figures.client_maps import NARROW, client_map, heat_map, strips
 from fedlightning.report.html import Gallery, Section, Table
-from fedlightning.study.failures import site_of
+from fedlightning.study.client_failures import site_of
 
 SMALL = 16
 """Up to this many clients, the whole matrix is shown; with more, a summary of each row (and the whole as CSV)."""

@@ -14,12 +14,12 @@ from matplotlib.patches import Patch
 from fedlightning.report.cells import Column, counted, number
 from fedlightning.report.context import METHOD, SEEDS, Context, Row
 from fedlightning.report.drawing import count_along_x, panel
-from fedlightning.report.figures.clients import MANY
-from fedlightning.report.figures.partition import CLASSES, colour_of
+from fedlightning.report.figures.client_maps import MANY
+from fedlightning.report.figures.partition_bars import CLASSES, colour_of
 from fedlightning.report.html import Gallery, Section
 from fedlightning.report.styles import INK, short_names
-from fedlightning.study.clusters import Places, by_seed, planted_groups
-from fedlightning.study.runs import natural
+from fedlightning.study.cluster_members import Places, by_seed, planted_groups
+from fedlightning.study.finished_runs import natural
 
 LEGEND = len(CLASSES)
 """Most clusters that the legend names."""

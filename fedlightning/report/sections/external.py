@@ -17,15 +17,15 @@ from fedlightning.report.drawing import legend_below
 from fedlightning.report.figures.dots import Dot, dot_plot
 from fedlightning.report.html import Gallery, Prose, Section, Table
 from fedlightning.report.styles import MUTED, Style, short_names
-from fedlightning.study import external as tables
+from fedlightning.study import external_validation as tables
 from fedlightning.study.calibration import FEWEST as SLOPE
 from fedlightning.study.calibration import RESAMPLES
-from fedlightning.study.external import FEWEST, MOST_CLASSES
+from fedlightning.study.external_validation import FEWEST, MOST_CLASSES
 
 MOST_PANELS = 9
 COLUMNS = 2
 Curves = Mapping[str, Mapping[str, Any]]
-"""By site and method: what :func:`fedlightning.study.external.curves_of` returns."""
+"""By site and method: what :func:`fedlightning.study.external_validation.curves_of` returns."""
 
 
 def calibration_curves(curves: Curves, styles: Mapping[str, Style]) -> Figure:

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedlightning.report.cells import Column, is_number, summary
 from fedlightning.report.context import METHOD, Context, Row
-from fedlightning.report.figures.clients import strips
+from fedlightning.report.figures.client_maps import strips
 from fedlightning.report.figures.spread import against
 from fedlightning.report.html import Gallery, Prose, Section
 from fedlightning.report.sections.clients import by_client_table

@@ -9,7 +9,7 @@ from fedlightning.report.context import METHOD, SEEDS, Context, Row
 from fedlightning.report.figures.dots import Dot, common_limits, dot_plot
 from fedlightning.report.figures.spread import against
 from fedlightning.report.html import Picture, Section
-from fedlightning.scores.metrics import bare, higher_is_better, metric_label, units_in_words
+from fedlightning.scores.metric_names import bare, higher_is_better, metric_label, units_in_words
 from fedlightning.study.columns import GLOBAL, LOCAL, POOLED, STAGES
 
 

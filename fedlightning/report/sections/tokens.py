@@ -13,8 +13,8 @@ from matplotlib.lines import Line2D
 from fedlightning.report.cells import Column, Missing, counted, is_number, number
 from fedlightning.report.context import METHOD, SEEDS, Context, Row
 from fedlightning.report.drawing import count_along_x, legend_below, panel
-from fedlightning.report.figures.clients import MANY
-from fedlightning.report.figures.partition import CLASSES, colour_of
+from fedlightning.report.figures.client_maps import MANY
+from fedlightning.report.figures.partition_bars import CLASSES, colour_of
 from fedlightning.report.html import Gallery, Picture, Section, Table
 from fedlightning.report.styles import INK, LINES, MUTED, Style, short_names
 from fedlightning.study.token_tables import balances, by_seed

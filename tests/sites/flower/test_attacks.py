@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is in an environment of its own: make test-flower")
 
 from fedlightning.sites.flower import programs
-from fedlightning.sites.flower.certificates import CA, make
+from fedlightning.sites.flower.certificate_files import CA, make
 from fedlightning.wire import read
 
 LONG = 120.0
