@@ -144,9 +144,9 @@ def server(cases: dict[str, Case], folder: Path, number: int) -> None:
     own, port = certificate_files.make(home / "certificates", ["127.0.0.1"], SITES)[0], free_port()
     sites = [forked(home / f"{name}.out", site, cases, home, name, port) for name in SITES]
     prepare(home / "flower")
-    from fedlightning.sites.flower import superlink
+    from fedlightning.sites.flower import server_link
 
-    superlink.POLL = POLL
+    server_link.POLL = POLL
     with superlink(home, "127.0.0.1", port, own, len(SITES)) as link:
         for name in json.loads((folder / "names.json").read_text()):
             if not begun(folder, name):
