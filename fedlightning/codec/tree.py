@@ -1,9 +1,9 @@
 """Values as a text of JSON and tensors, and back, so that reading a file or a message cannot run code.
 
 What JSON has stands for itself; any other value is an object with one entry, its kind and what it is made of. Harmless values
-(arrays, paths, dates, random generators ...) are taken apart (:mod:`fedlightning.codec.exotic_values`), the rest is refused by
-its place. What was put in comes back bit for bit: types, the order of dimensions in memory, what is one thing in two places, and
-memory that several tensors share.
+(arrays, paths, dates, random generators ...) are taken apart (:mod:`fedlightning.codec.exotic_values`), the rest is refused
+by its place. What was put in comes back bit for bit: types, the order of dimensions in memory, what is one thing in two
+places, and memory that several tensors share.
 
 `docs/reference/wire_format.md` describes the format.
 """

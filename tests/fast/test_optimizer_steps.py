@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, Optimizer
 import fedlightning  # noqa: F401
 
 # isort: split
-from fedlightning.fast.fast_fit import is_plain_sgd, unrecorded_step, update_by_sgd
+from fedlightning.fast.optimizer_steps import is_plain_sgd, unrecorded_step, update_by_sgd
 
 OPTIONS = [
     {"momentum": momentum, "weight_decay": decay, "nesterov": nesterov, "dampening": dampening, "maximize": maximize}
