@@ -95,7 +95,7 @@ def trained_again(
         folder: Where it writes.
         seed: Of the training.
     """
-    model = trainer.given[0]
+    model = trainer.inputs[0]
     if model is None:
         raise ValueError("this run's model is not known here")
     callbacks = copy.deepcopy(trainer.arguments["callbacks"])

@@ -137,6 +137,11 @@ class Recorder:
         self.results = summarise(row for row in chosen if row.split != "train")
         return self.results
 
+    def write_config(self, text: str | None) -> None:
+        """Write `config.yaml`, if there is a configuration."""
+        if text is not None and self.run is not None and is_writing_process():
+            self.run.write_config(text)
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Keep the summary, and write `summary.json`, which says beside which `metrics.csv` it stands."""
         self.summary = summary
