@@ -27,7 +27,7 @@ from fedlightning.client.kept import Kept
 from fedlightning.client.logged_metrics import nan_where_undefined, numbers
 from fedlightning.client.probes import TRANSFERS
 from fedlightning.compat.lightning_runs import class_takes_index, detached_copy, to_device, trainer_of, without_warnings
-from fedlightning.datamodules.indexed import resident_batches
+from fedlightning.datamodules.resident_batches import resident_batches
 from fedlightning.datamodules.sampling import read_for_scores
 from fedlightning.fast import eligibility as fast_refusals
 from fedlightning.fast.eligibility import Hooks, of_module, per_class

@@ -30,7 +30,7 @@ from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.fit import IN_MEMORY, REBUILT, FitJob, clocks, of_module, resumable
 from fedlightning.client.probes import TRANSFERS
 from fedlightning.compat.lightning_runs import class_takes_index, without_warnings
-from fedlightning.datamodules.indexed import ResidentBatches, resident_batches
+from fedlightning.datamodules.resident_batches import ResidentBatches, resident_batches
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.fast import eligibility as refusals
 from fedlightning.fast.eligibility import Hooks

@@ -11,7 +11,7 @@ from torch.utils.data import (
 )
 
 from fedlightning.datamodules import AddressedSampler, LoaderDataModule
-from fedlightning.datamodules.indexed import ResidentBatches, resident_batches
+from fedlightning.datamodules.resident_batches import ResidentBatches, resident_batches
 from tests.helpers import Toy, make_trainer
 
 

@@ -39,7 +39,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from fedlightning.datamodules import ArrayDataset
-from fedlightning.datamodules.indexed import ResidentBatches, SampledBatches, resident_batches
+from fedlightning.datamodules.resident_batches import ResidentBatches, SampledBatches, resident_batches
 
 CPU = torch.device("cpu")
 SIZES = [22, 40, 15]  # the last batches are ragged: of 6, 8 and 7
