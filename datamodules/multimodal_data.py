@@ -93,7 +93,7 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         self.modalities, self.sensors = modalities, sensors
         self.missing, self.missing_labels, self.wrong_labels = missing, missing_labels, wrong_labels
         self.max_train, self.max_test = max_train, max_test
-        self._held: dict[str, tuple[str, ...]] = {}
+        self._modalities_by_client: dict[str, tuple[str, ...]] = {}
 
     @abstractmethod
     def load(self) -> tuple[ModalityDataset, ModalityDataset]:
@@ -118,7 +118,7 @@ class MultimodalDataModule(IndexedFederatedDataModule):
             client: Name of the client.
         """
         self.indices(client)  # refuses unknown names
-        return self._held[str(client)]
+        return self._modalities_by_client[str(client)]
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         datasets = {split: self._some(data, split) for split, data in zip(("train", "test"), self.load(), strict=True)}
@@ -127,8 +127,8 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         ids, splits = federate(
             self.partitioner, dict(datasets), dict(labels), keys, self.seed, self.val_fraction, val_seed=self.val_seed
         )
-        self._held = self._deal_out(ids, datasets["train"].modalities)
-        without = [client for client in ids if not self._held[client]]
+        self._modalities_by_client = self._deal_out(ids, datasets["train"].modalities)
+        without = [client for client in ids if not self._modalities_by_client[client]]
         if len(without) == len(ids):
             raise ValueError(
                 f"{type(self).__name__}(missing={self.missing}) leaves no client a modality; use another seed."
@@ -150,7 +150,7 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         return ids, splits
 
     def fingerprint(self, split: str) -> str:
-        modalities = [(client, self._held[client]) for client in self.client_ids]
+        modalities = [(client, self._modalities_by_client[client]) for client in self.client_ids]
         return hashlib.sha256(f"{super().fingerprint(split)}{modalities}".encode()).hexdigest()[:12]
 
     @property
@@ -237,7 +237,7 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         for name in dataset.modalities:
             there = dataset.present.get(name, torch.ones(len(dataset), dtype=torch.bool))
             for client, indices in zip(ids, split.indices, strict=True):
-                if name not in self._held[client]:
+                if name not in self._modalities_by_client[client]:
                     there[torch.from_numpy(np.asarray(indices))] = False
             if not bool(there.all()):
                 dataset.present[name] = there

@@ -32,7 +32,7 @@ class WordNumbers:
 
     def __init__(self, vocabulary: str | None = None, buckets: int = 10_000, max_words: int = 25) -> None:
         self.vocabulary, self.buckets, self.max_words = vocabulary, int(buckets), int(max_words)
-        self._known: dict[str, int] | None = None
+        self._number_by_word: dict[str, int] | None = None
 
     @property
     def size(self) -> int:
@@ -54,12 +54,12 @@ class WordNumbers:
         return numbers + [0] * (self.max_words - len(numbers))
 
     def _numbers(self) -> dict[str, int]:
-        if self._known is None:
+        if self._number_by_word is None:
             assert self.vocabulary is not None
             path = Path(self.vocabulary)
             words = read_json(path) if path.suffix == ".json" else text_of(path).split()
             words = words.get("vocab") if isinstance(words, dict) else words
             if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
                 raise ValueError(f"{path} is not a vocabulary: a word a line, or JSON with a list of words as 'vocab'.")
-            self._known = {word: number for number, word in enumerate(dict.fromkeys(words), start=1)}
-        return self._known
+            self._number_by_word = {word: number for number, word in enumerate(dict.fromkeys(words), start=1)}
+        return self._number_by_word

@@ -87,11 +87,11 @@ class _ObjectReader(Reader):
     def __init__(self, tensors: list[Tensor], trust: Trust) -> None:
         super().__init__(tensors)
         self.trust = trust
-        self._given: list[tuple[type, dict[Any, Any]]] = []
+        self._assigned: list[tuple[type, dict[Any, Any]]] = []
 
     def check_given(self) -> None:
         """Refuse attributes that no object of a class that is not trusted may have."""
-        for cls, attributes in self._given:
+        for cls, attributes in self._assigned:
             self._check(cls, attributes)
 
     def _check(self, cls: type, attributes: dict[Any, Any]) -> None:
@@ -130,8 +130,8 @@ class _ObjectReader(Reader):
         state = self._value(tree)
         attributes, slots = state if isinstance(state, tuple) else (state, None)
         if not self._trusts(cls):
-            self._given.append((type(instance), {**(attributes or {}), **(slots or {})}))
-            self._check(*self._given[-1])
+            self._assigned.append((type(instance), {**(attributes or {}), **(slots or {})}))
+            self._check(*self._assigned[-1])
         if hasattr(cls, "__setstate__"):
             instance.__setstate__(state)  # torch's own or one that has been read, unless the class is trusted
         else:

@@ -370,7 +370,7 @@ class Reader:
         self._tensors = tensors
         self._limits = limits
         self._num_values = self._depth = self._in_key = 0
-        self._made: list[Any] = []  # of each list and object, in the order in which they begin
+        self._instances: list[Any] = []  # of each list and object, in the order in which they begin
         self._bytes: dict[int, bytes] = {}  # a message that names its bytes a million times is not a million copies
         self._readers: dict[str, Callable[[Any], Any]] = {
             "tuple": lambda content: tuple(map(self._value, _list(content))),
@@ -424,12 +424,12 @@ class Reader:
             return _float(content)
         if kind == "ref":
             return self._ref(content)
-        number = len(self._made)
-        self._made.append(_OPEN)
+        number = len(self._instances)
+        self._instances.append(_OPEN)
         self._depth += 1
         instance = self._new(kind, content)
         self._depth -= 1
-        self._made[number] = instance
+        self._instances[number] = instance
         return instance
 
     def _new(self, kind: str, content: Any) -> Any:
@@ -445,13 +445,13 @@ class Reader:
 
     def _begun(self, container: Any) -> Any:
         """Note what was begun last before its parts are known, which may hold it."""
-        self._made[-1] = container
+        self._instances[-1] = container
         return container
 
     def _ref(self, number: Any) -> Any:
-        if type(number) is not int or not 0 <= number < len(self._made):
+        if type(number) is not int or not 0 <= number < len(self._instances):
             raise NotPlainError(f"it has no entry {number!r:.40}")
-        instance = self._made[number]
+        instance = self._instances[number]
         if instance is _OPEN:
             raise NotPlainError("it holds an entry that is a part of itself")
         if self._in_key and isinstance(instance, HASHED_THROUGH):

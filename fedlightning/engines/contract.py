@@ -79,14 +79,14 @@ class ClientRecords:
         self._clients: dict[str, None] = {}  # in the order of their first visits
         self._records: OrderedDict[str, ClientRecord] = OrderedDict()
         self._sizes: dict[str, int] = {}
-        self._held = 0
+        self._bytes_in_memory = 0
         self._files: dict[str, Path] = {}  # what lies on disk is the record as it is now
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors in memory."""
-        return self._held
+        return self._bytes_in_memory
 
     def get(self, client: str) -> ClientRecord:
         """Return the client's record, an empty one if it has never been visited. Do not change it: put a new one."""
@@ -133,12 +133,12 @@ class ClientRecords:
     def _hold(self, client: str, record: ClientRecord) -> None:
         """Keep `record` in memory, and move others to disk where there is no room."""
         size = tensor_bytes(vars(record))
-        self._held += size - self._sizes.get(client, 0)
+        self._bytes_in_memory += size - self._sizes.get(client, 0)
         self._records[client], self._sizes[client] = record, size
         self._records.move_to_end(client)
-        while self._held > self.limit and len(self._records) > 1:
+        while self._bytes_in_memory > self.limit and len(self._records) > 1:
             oldest, old = self._records.popitem(last=False)
-            self._held -= self._sizes.pop(oldest)
+            self._bytes_in_memory -= self._sizes.pop(oldest)
             if oldest not in self._files:
                 self._files[oldest] = self._write(oldest, old)
 

@@ -81,7 +81,7 @@ class RowTable(Rows):
         self._values, self._sizes = array("d"), array("q")
         self._names: list[str] = []  # of clients
         self._places: dict[str, int] = {}
-        self._known: list[tuple[str, ...]] = []  # kinds
+        self._labels: list[tuple[str, ...]] = []  # kinds
         self._kind_places: dict[tuple[str, ...], int] = {}
         self._spilled: list[Spilled] = []
         self._read: Callable[[int, int], list[Row]] = lambda start, end: []
@@ -97,8 +97,8 @@ class RowTable(Rows):
         kinds, clients = list(map(KIND, rows)), [row.client for row in rows]
         for kind in dict.fromkeys(kinds):
             if kind not in self._kind_places:
-                self._kind_places[kind] = len(self._known)
-                self._known.append(kind)
+                self._kind_places[kind] = len(self._labels)
+                self._labels.append(kind)
         for client in dict.fromkeys(clients):
             if client not in self._places:
                 self._places[client] = len(self._names)
@@ -137,7 +137,7 @@ class RowTable(Rows):
 
     def where(self, kind: Callable[..., bool], since: int = 0) -> list[Row]:
         """Return the rows of some kinds and rounds. Of what lies in a file, only parts that may hold such are read."""
-        wanted = {place for place, labels in enumerate(self._known) if kind(*labels)}
+        wanted = {place for place, labels in enumerate(self._labels) if kind(*labels)}
         rows: list[Row] = []
         for part in self._spilled:
             if part.last_round >= since and not wanted.isdisjoint(part.kinds):
@@ -155,7 +155,7 @@ class RowTable(Rows):
         return rows
 
     def _row(self, at: int) -> Row:
-        model, stage, checkpoint, data, split, metric = self._known[self._kinds[at]]
+        model, stage, checkpoint, data, split, metric = self._labels[self._kinds[at]]
         client = self._names[self._clients[at]]
         return Row(
             self._rounds[at], stage, model, checkpoint, data, split, client, metric, self._values[at], self._sizes[at]
@@ -290,7 +290,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
         self._collector = LogCollector(module, training=False)
         self._trainer = self._new_trainer()
         self._hooks = Hooks(self._trainer, self._collector)
-        self._quiet, self._marks = without_warnings(), ExitStack()
+        self._quiet, self._open_contexts = without_warnings(), ExitStack()
         self._modes: list[tuple[nn.Module, bool]] = []  # of the module's parts, before
         self._parameters: list[nn.Parameter] = []
         self._is_open = False
@@ -309,7 +309,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if kind is None:
             self._close()
-        self._marks.close()
+        self._open_contexts.close()
         self._collector.detach()
         self._quiet.__exit__(None, None, None)
 
@@ -343,7 +343,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
         if hooks.overridden("configure_model"):
             with self._base.strategy.tensor_init_context(), precision.module_init_context():
                 module.configure_model()
-        self._marks.enter_context(nan_where_undefined(module))
+        self._open_contexts.enter_context(nan_where_undefined(module))
         precision.convert_module(module)
         to_device(module, self._device)
         module.zero_grad()
@@ -413,7 +413,7 @@ class FastEvaluator:
     def __init__(self, blueprint: Blueprint) -> None:
         self._blueprint = blueprint
         self.refused: WeakSet[Any] = WeakSet()
-        self._tried: set[tuple[Any, bool]] = set()
+        self._tried_kinds: set[tuple[Any, bool]] = set()
 
     def evaluate(self, module: LightningModule, loader: Any, testing: bool) -> dict[str, Any] | None:
         """Return what a module logs, or `None` if only Lightning's Trainer can compute it."""
@@ -423,7 +423,7 @@ class FastEvaluator:
             return None
         # The first module of a class is scored on a copy: if it turns out to need the Trainer, its own metrics are unused.
         try:
-            scored = module if (kind, testing) in self._tried else detached_copy(module)
+            scored = module if (kind, testing) in self._tried_kinds else detached_copy(module)
         except Exception:  # something in it cannot be copied
             self.refused.add(kind)
             return None
@@ -435,7 +435,7 @@ class FastEvaluator:
         except FastLoopRefused:
             self.refused.add(kind)
             return None
-        self._tried.add((kind, testing))
+        self._tried_kinds.add((kind, testing))
         return logged
 
     def evaluate_each(
@@ -447,7 +447,7 @@ class FastEvaluator:
         scores: list[dict[str, float]],
     ) -> None:
         """Append the scores on each loader, up to the first one that must be scored alone."""
-        is_tried = (type(module), testing) in self._tried and may_stay_open(module)
+        is_tried = (type(module), testing) in self._tried_kinds and may_stay_open(module)
         if not is_tried or self._refusal(module) is not None:
             return
         home, before, trainer = module.device, trainer_of(module), self._blueprint.trainer

@@ -228,9 +228,9 @@ class FastFitter:
         )
         trainer.show(job.inside)
         job.client.scratch["trainer"] = trainer
-        kept = job.record if job.keeps else None
+        record = job.record if job.keeps else None
         with without_warnings():
-            FastFit(trainer, collector, bool(job.settings.trainer_arguments.get("detect_anomaly")), kept).run()
+            FastFit(trainer, collector, bool(job.settings.trainer_arguments.get("detect_anomaly")), record).run()
         return trainer
 
     def release(self, trainer: FastTrainer) -> None:
@@ -274,7 +274,7 @@ class FastFit:
         trainer: Stand-in for the Trainer, with its loader and limits.
         collector: Collects what the module logs.
         detect_anomaly: Look for the backward function that makes a NaN.
-        kept: What the client keeps of fits, where optimizers go on: it is read before the fit, and written after it.
+        record: What the client keeps of fits, where optimizers go on: it is read before the fit, and written after it.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class FastFit:
         trainer: FastTrainer,
         collector: LogCollector,
         detect_anomaly: bool = False,
-        kept: dict[str, Any] | None = None,
+        record: dict[str, Any] | None = None,
     ) -> None:
         self.trainer, self.collector, self.module = trainer, collector, trainer.lightning_module
         self.clock = vars(trainer)  # the counters are written here: as attributes, the stand-in refuses them
@@ -291,7 +291,7 @@ class FastFit:
         self.scaler = getattr(self.precision, "scaler", None)
         self.limits = (trainer.max_steps, trainer.max_epochs)
         self.window_done = False
-        self.kept = kept
+        self.record = record
         self.counts = {"batches": 0, "windows": 0}
 
     # -- the fit ---------------------------------------------------------------------------------------------------
@@ -313,8 +313,8 @@ class FastFit:
             hooks.run("on_fit_end")
             hooks.run("teardown", stage="fit")
             trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
-            if self.kept is not None:
-                self._keep(self.kept)
+            if self.record is not None:
+                self._keep(self.record)
         except BaseException as error:
             for hook in hooks.callbacks("on_exception"):
                 hook(error)
@@ -332,20 +332,20 @@ class FastFit:
     def _set_up(self) -> None:
         module, hooks, base = self.module, self.hooks, self.trainer._base.strategy
         self.device = base.root_device
-        kept = self._kept_checkpoint()
+        checkpoint = self._kept_checkpoint()
         hooks.run("setup", stage="fit")
         if hooks.overridden("configure_model"):
             with base.tensor_init_context(), self.precision.module_init_context():
                 module.configure_model()
-        if kept is not None:
-            self._restore(kept)
+        if checkpoint is not None:
+            self._restore(checkpoint)
         self.precision.convert_module(module)
         if self.device.type != "cpu":
             module.to(self.device)
         self._make_optimizers()
         hooks.run("on_fit_start")
-        if kept is not None:
-            self._go_on(kept)
+        if checkpoint is not None:
+            self._go_on(checkpoint)
         module.zero_grad()
         self.trainer.set_up_data()
         self.batches = resident_batches(self.trainer.train_dataloader, self.device) or self.trainer.train_dataloader
@@ -378,12 +378,12 @@ class FastFit:
     # -- optimizers that go on -------------------------------------------------------------------------------------
     def _kept_checkpoint(self) -> dict[str, Any] | None:
         """Return what was kept, as the checkpoint that Lightning would resume from; `None` in a first visit."""
-        kept = self.kept
-        if kept is None or "checkpoint" not in kept:
+        record = self.record
+        if record is None or "checkpoint" not in record:
             return None
         if any(self.hooks.find(name) for name in MAY_CHANGE_MODULE):
-            return resumable(kept, self.trainer._base, self.module)
-        return copy.deepcopy(dict(kept["checkpoint"]))
+            return resumable(record, self.trainer._base, self.module)
+        return copy.deepcopy(dict(record["checkpoint"]))
 
     def _restore(self, checkpoint: dict[str, Any]) -> None:
         """Show the checkpoint to the hooks that load it, and let the module have its weights."""
@@ -404,14 +404,14 @@ class FastFit:
         name = type(self.precision).__qualname__
         if name in checkpoint:
             self.precision.load_state_dict(checkpoint[name])
-        assert self.kept is not None
-        self.clock.update(current_epoch=self.kept["epochs"], global_step=self.kept["steps"])
+        assert self.record is not None
+        self.clock.update(current_epoch=self.record["epochs"], global_step=self.record["steps"])
         for optimizer, state in zip(self.trainer.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
         for config, state in zip(self.trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
 
-    def _keep(self, kept: dict[str, Any]) -> None:
+    def _keep(self, record: dict[str, Any]) -> None:
         """Keep what Lightning's checkpoint would hold; the module's own entries are kept elsewhere."""
         trainer, hook = self.trainer, self.hooks.find("on_save_checkpoint")
         states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
@@ -426,9 +426,9 @@ class FastFit:
             checkpoint[type(self.precision).__qualname__] = state
         if hook is not None:
             hook(checkpoint)
-        kept.update(epochs=self.clock["current_epoch"], steps=self.clock["global_step"])
-        kept.update({name: kept.get(name, 0) + count for name, count in self.counts.items()})
-        kept["checkpoint"] = {name: value for name, value in checkpoint.items() if name not in REBUILT}
+        record.update(epochs=self.clock["current_epoch"], steps=self.clock["global_step"])
+        record.update({name: record.get(name, 0) + count for name, count in self.counts.items()})
+        record["checkpoint"] = {name: value for name, value in checkpoint.items() if name not in REBUILT}
 
     def _bind(self) -> None:
         """Look up once what every batch needs."""

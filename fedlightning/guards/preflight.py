@@ -63,7 +63,7 @@ class PreflightQuestions:
     def __init__(self, federation: Federation) -> None:
         self.federation, self.server, self.engine = federation, federation.server, federation.engine
         self.blueprint, self.is_mixed = self.server.blueprint, self.server.is_mixed
-        self.tried: dict[StepTrial, StepFinding] = {}
+        self.findings_by_trial: dict[StepTrial, StepFinding] = {}
 
     def ask(self) -> None:
         """Ask everything. What costs little comes first, and a callback's own check before what knows less.
@@ -314,7 +314,7 @@ class PreflightQuestions:
 
     @cached_property
     def _trials(self) -> StepTrials:
-        return StepTrials(self.engine, list(self.scored_splits), self.tried)
+        return StepTrials(self.engine, list(self.scored_splits), self.findings_by_trial)
 
     # -- callbacks -----------------------------------------------------------------------------------------------------
     def callbacks(self) -> None:
@@ -339,7 +339,7 @@ class PreflightQuestions:
         trials = not refused and self.federation.sanity_check and not self.engine.data_here
         steps = list(self._trials.first()) if trials else []
         answers = list(self.engine.map([*tasks, *steps])) if tasks or steps else []
-        self.tried.update(zip(steps, answers[len(tasks) :], strict=True))
+        self.findings_by_trial.update(zip(steps, answers[len(tasks) :], strict=True))
         answered = iter(answers)
         for callback, answerable in findings:
             answer = next(answered) if isinstance(answerable, PreflightTask) else answerable

@@ -37,7 +37,7 @@ class ForwardOrder:
 
     def __init__(self, module: nn.Module) -> None:
         self._leaves = leaves_of(module)
-        self._seen: dict[str, None] = {}
+        self._called_names: dict[str, None] = {}
         hooks = ((child, self._called(path)) for path, child in module.named_modules())
         self._handles = [child.register_forward_pre_hook(hook) for child, hook in hooks]
 
@@ -47,14 +47,18 @@ class ForwardOrder:
         ]
         called = [leaf for leaf in self._leaves if leaf.path == path]
         mine = list(dict.fromkeys(leaf.layer.name for leaf in (*around, *called)))
-        return lambda *_: self._seen.update(dict.fromkeys(name for name in mine if name not in self._seen))
+        return lambda *_: self._called_names.update(
+            dict.fromkeys(name for name in mine if name not in self._called_names)
+        )
 
     def names(self) -> list[str]:
         """Stop watching and return the names, as `ordered_layers` takes them."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        return list(self._seen) + [leaf.layer.name for leaf in self._leaves if leaf.layer.name not in self._seen]
+        return list(self._called_names) + [
+            leaf.layer.name for leaf in self._leaves if leaf.layer.name not in self._called_names
+        ]
 
 
 def forward_order(module: nn.Module, run: Callable[[], object]) -> list[str]:

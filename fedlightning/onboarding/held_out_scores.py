@@ -83,7 +83,7 @@ class Unseen:
 
     def __init__(self, server: Server, engine: Engine, joining: bool = False) -> None:
         self.server, self.engine, self.joining = server, engine, joining
-        self._told = False
+        self._has_warned = False
 
     def check(self) -> None:
         """Say before round 1 if the method has no model for them; refuse clients that could never be scored."""
@@ -194,9 +194,9 @@ class Unseen:
 
     def _tell_what_stays(self, message: Message) -> None:
         """Warn once of entries that a client which has not trained holds as the module began."""
-        if self._told:
+        if self._has_warned:
             return
-        self._told = True
+        self._has_warned = True
         server = self.server
         architecture = server.architecture_of(message.client)
         travels = {*server.shared_names(model=message.model), *message.state}

@@ -324,12 +324,12 @@ class ProcessesEngine(WorkersEngine):
 
     def __init__(self, runner: ClientRuntime, store: ClientRecords, workers: int | None = None) -> None:
         super().__init__(runner, store, workers or usable_cores())
-        self._asked = workers
+        self._workers_requested = workers
         self._setup: Setup | None = None
         self._broadcast: Broadcast[Arena] | None = None
 
     def beside(self, runner: ClientRuntime) -> ProcessesEngine:
-        return ProcessesEngine(runner, ClientRecords(), self._asked)
+        return ProcessesEngine(runner, ClientRecords(), self._workers_requested)
 
     def _start(self) -> None:
         if self._setup is not None:

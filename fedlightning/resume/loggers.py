@@ -91,14 +91,14 @@ class Store:
     def __init__(self, logger: Logger, run: Path | None = None) -> None:
         self.logger, self.run = logger, run
         self.until = 0
-        self.there: dict[int, set[str]] = {}
+        self.names_by_step: dict[int, set[str]] = {}
         self._used = False
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
         """Give the logger those values of a round that it has not got."""
         if round <= self.until:
             return
-        names = self.there.get(round, ())
+        names = self.names_by_step.get(round, ())
         # a logger's prefix stands before a '-'
         new = {name: value for name, value in values.items() if not any(is_known_as(name, logged) for logged in names)}
         if new:
@@ -171,7 +171,7 @@ class FileStore(Store):
             self.until = rounds
         else:
             for step, name in self._look():
-                self.there.setdefault(step, set()).add(name)
+                self.names_by_step.setdefault(step, set()).add(name)
 
     def _cut(self, mark: Mark) -> bool:
         """Remove what came after the mark; return False if what came before it is not all there."""
@@ -352,7 +352,7 @@ class MLFlowStore(Store):
         for name in client.get_run(run).data.metrics:
             for metric in client.get_metric_history(run, name):
                 if metric.step <= rounds or not differs:
-                    self.there.setdefault(metric.step, set()).add(name)
+                    self.names_by_step.setdefault(metric.step, set()).add(name)
         with suppress(AttributeError):  # MLflow before 2.1
             client.update_run(run, status="RUNNING")
 

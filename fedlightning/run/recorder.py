@@ -78,20 +78,20 @@ class Recorder:
         self.rows.extend(rows)
         self._newest = max((row.round for row in rows), default=0)
         # only the newest rounds and selected models are scored again
-        self._known = {row.address for row in rows if row.round >= self._newest - 1 or row.checkpoint != LATEST}
+        self._addresses = {row.address for row in rows if row.round >= self._newest - 1 or row.checkpoint != LATEST}
         if where is not None and rows:
             self._note_written(len(rows), where)
 
     def record(self, rows: list[Row]) -> None:
         """Add scores; those that are there already (a repeated test) are not added twice."""
         if rows and min(row.round for row in rows) > self._newest:  # a new round: only the one before may come again
-            self._before, self._known = self._known, set()
+            self._before, self._addresses = self._addresses, set()
         addresses = list(map(ADDRESS, rows))
-        again = {address for address in addresses if address in self._known or address in self._before}
+        again = {address for address in addresses if address in self._addresses or address in self._before}
         if again:
             rows = [row for row, address in zip(rows, addresses, strict=True) if address not in again]
             addresses = [address for address in addresses if address not in again]
-        self._known.update(addresses)
+        self._addresses.update(addresses)
         self._newest = max((row.round for row in rows), default=self._newest)
         self.rows.extend(rows)
         if self.run is not None and is_writing_process():

@@ -203,7 +203,7 @@ class Federation:
         if owner is None:
             return
         server.round = self.rounds_done
-        self.costs.spent_of_rounds = dict(self.costs.spent)
+        self.costs.extra_work_of_rounds = dict(self.costs.extra_work)
         jobs = [replace(job, returns=()) for job in owner.final_jobs(server)]
         for update in self.engine.run(messages(server, jobs), Evaluate()):
             self.costs.steps += update.steps

@@ -200,11 +200,11 @@ class Participation:
 
     Attributes:
         share: A share (float in (0, 1]) or a number (int) of clients.
-        asked: Whether the clients of a round were asked for since it was planned.
+        is_requested: Whether the clients of a round were asked for since it was planned.
     """
 
     share: int | float = 1.0
-    asked: bool = False
+    is_requested: bool = False
 
     @property
     def is_everybody(self) -> bool:

@@ -68,7 +68,7 @@ def summarise_terms(server: Server, kept: Sequence[str], validations: int) -> di
         ),
         "weighting": weighting_of(server.callbacks) if server.returned_names() else None,
         "local_steps": server.costs.steps,
-        **{name: server.costs.spent.get(name, 0) for name in SPENT},
+        **{name: server.costs.extra_work.get(name, 0) for name in SPENT},
         "selection": dict.fromkeys(kept, validations),
     }
 

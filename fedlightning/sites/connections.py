@@ -81,7 +81,7 @@ class Connections:
             must tell the same.
         refused: Why a node does not take part.
         since: When each site that is here came, or came anew, by its name; seconds since 1970.
-        heard: When each site last answered, by its name.
+        last_answers: When each site last answered, by its name.
         allow_other_code: Whether a site may have other code under the same names.
         answers: How often each site has answered or was greeted, by its name.
     """
@@ -98,7 +98,7 @@ class Connections:
     relied: tuple[str, Mapping[str, Any]] = ("", MappingProxyType({}))
     refused: dict[str, str] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
-    heard: dict[str, float] = field(default_factory=dict)
+    last_answers: dict[str, float] = field(default_factory=dict)
     allow_other_code: bool = False
     answers: Counter[str] = field(default_factory=Counter)
     _replaced: dict[str, str] = field(default_factory=dict)  # by node: a site that is here by another node now
@@ -186,7 +186,7 @@ class Connections:
             self._heard[node] = self.clock()
             is_lost = "lost" in content  # this one only, on the way
             if node in self.names and not is_lost:
-                self.heard[self.names[node]] = time.time()
+                self.last_answers[self.names[node]] = time.time()
                 self.answers[self.names[node]] += 1
             if request.what == "task" and "unknown" in content and not is_lost:
                 replies += self._forgotten(node)
@@ -344,9 +344,9 @@ class Connections:
             self.since.pop(name, None)
         self._replaced.pop(node, None)
         self.names[node] = name
-        self.heard[name] = time.time()
+        self.last_answers[name] = time.time()
         self.answers[name] += 1
-        self.since.setdefault(name, self.heard[name])
+        self.since.setdefault(name, self.last_answers[name])
 
     def _leave(self, name: str) -> None:
         if name not in self.names.values():

@@ -147,7 +147,7 @@ class SitesEngine(Engine):
         self._code = code.of_blueprint(runner.blueprint)
         self.absent, self._max_share = UnreachableSites(self.connections), max_share
         self.log = log_of_server(link.expected)
-        self._wanted = link.expected
+        self._sites_expected = link.expected
         self._waits_for = ""  # what keeps the run from its beginning, for the log
         self._stage = "fit"
         self._public: dict[str, Any] | None = None
@@ -205,10 +205,10 @@ class SitesEngine(Engine):
         self.runner.set_up(stage)  # public data, if there are any
         self._public = public_facts(self.runner.data)
         last_sentence = ""
-        while len(self.connections.names) < self._wanted:
-            if (waits := self.connections.waits(self._wanted)) != last_sentence:
+        while len(self.connections.names) < self._sites_expected:
+            if (waits := self.connections.waits(self._sites_expected)) != last_sentence:
                 rank_zero_info(stamped(last_sentence := waits))
-            self._waits_for = f"waits for sites: {len(self.connections.names)} of {self._wanted} are here"
+            self._waits_for = f"waits for sites: {len(self.connections.names)} of {self._sites_expected} are here"
             self._listen()
         self._waits_for = ""
 
@@ -270,7 +270,7 @@ class SitesEngine(Engine):
         self.log.look(self.connections, self._doing, self._waits_for)
         for node in self.connections.refused:
             self.connections.names.pop(node, None)
-        now, waits = self.attempts.clock(), len(self.connections.names) < max(self._wanted, len(self._members))
+        now, waits = self.attempts.clock(), len(self.connections.names) < max(self._sites_expected, len(self._members))
         self._refused = {node: self._refused.get(node, now) for node in self.connections.refused}
         for node, since in self._refused.items():  # others begin without it, where they are enough
             if waits and now > since + MENDING:

@@ -72,7 +72,9 @@ class Texts:
     def __init__(self, folder: Path, allowed: bool = False) -> None:
         self.file = folder / FILE
         self.allowed = allowed
-        self._known: list[tuple[BaseException, str]] = []  # of one task: an error that is told twice has one reference
+        self._references: list[
+            tuple[BaseException, str]
+        ] = []  # of one task: an error that is told twice has one reference
 
     def of_error(self, error: BaseException) -> str:
         """Return what leaves of an error: its sentence, or its kind and a reference."""
@@ -82,7 +84,7 @@ class Texts:
 
     def of_answer(self, task: Any, answer: Any, errors: Sequence[BaseException] = (), ours: bool = False) -> Any:
         """Return an answer as it may leave."""
-        self._known = []
+        self._references = []
         if isinstance(answer, Deployed):
             answer = replace(answer, path=answer.path and self._below(answer.path))
         if self.allowed:
@@ -125,11 +127,11 @@ class Texts:
         return describe_error(quoted[-1]) if _is_fixed(quoted[-1]) else self._kind(quoted[-1], text)
 
     def _kind(self, error: BaseException, text: str = "") -> str:
-        reference = next((name for seen_error, name in self._known if seen_error is error), None)
+        reference = next((name for seen_error, name in self._references if seen_error is error), None)
         if reference is None:
             trace = "".join(traceback.format_exception(error))
             reference = self._kept(f"{text}\n{trace}" if text else trace)
-            self._known.append((error, reference))
+            self._references.append((error, reference))
         return f"{_known_kind(error)} ({reference})"
 
     def _kept(self, text: str) -> str:

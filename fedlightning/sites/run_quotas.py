@@ -37,7 +37,7 @@ class TooMuchError(ConfigurationError):
     """More than a server may ask."""
 
 
-class Asked:
+class RequestCounts:
     """What a run has asked of a site's clients, counted by round in a file that is only appended to.
 
     Args:
@@ -47,9 +47,9 @@ class Asked:
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Asked(Path(folder), "run").count("Visit", 0, ["a"], most=2)
-        ...     Asked(Path(folder), "run").count("Visit", 0, ["a"], most=2)
-        ...     Asked(Path(folder), "run").count("Visit", 0, ["a"], most=2)
+        ...     RequestCounts(Path(folder), "run").count("Visit", 0, ["a"], most=2)
+        ...     RequestCounts(Path(folder), "run").count("Visit", 0, ["a"], most=2)
+        ...     RequestCounts(Path(folder), "run").count("Visit", 0, ["a"], most=2)
         Traceback (most recent call last):
         fedlightning.sites.run_quotas.TooMuchError: client 'a' was asked for Visit 2 times in round 1, ...
     """
@@ -93,7 +93,7 @@ class Asked:
 
 
 @dataclass(frozen=True, order=True)
-class Kept:
+class RunOnDisk:
     """A run on a site's disk.
 
     Attributes:
@@ -109,15 +109,15 @@ class Kept:
     models: int
 
 
-def kept_runs(folder: Path) -> list[Kept]:
+def kept_runs(folder: Path) -> list[RunOnDisk]:
     """Return the runs in a site's folder, the one that was used last at the end."""
-    runs = dict[str, Kept]()
+    runs = dict[str, RunOnDisk]()
     for path in (path for part in PARTS for path in (folder / part).glob("*") if is_run(path.stem)):
         for file in (path, *path.rglob("*")):
             with suppress(FileNotFoundError):  # a site at work removes some
-                about, run = file.lstat(), runs.get(path.stem, Kept(0.0, path.stem, 0, 0))
+                about, run = file.lstat(), runs.get(path.stem, RunOnDisk(0.0, path.stem, 0, 0))
                 size, models = run.num_bytes + about.st_size * file.is_file(), run.models + (file.suffix == ".ckpt")
-                runs[path.stem] = Kept(max(run.used, about.st_mtime), path.stem, size, models)
+                runs[path.stem] = RunOnDisk(max(run.used, about.st_mtime), path.stem, size, models)
     return sorted(runs.values())
 
 

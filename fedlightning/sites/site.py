@@ -38,7 +38,7 @@ from fedlightning.server.population import refuse_statistics
 from fedlightning.sites import code_hashes as code
 from fedlightning.sites.agreement import DETAILS, agreement, leaving, own_key, refusal_of_changes, versions
 from fedlightning.sites.message_checks import ENVELOPES, Texts, fault_of_request
-from fedlightning.sites.run_quotas import MOST, Asked, make_room
+from fedlightning.sites.run_quotas import MOST, RequestCounts, make_room
 from fedlightning.sites.site_log import SiteLog
 from fedlightning.sites.task_bounds import GREETED, Here, fault, kind_of, out_of_turn
 from fedlightning.storage.files import (
@@ -174,7 +174,7 @@ class Session:
     key: str
     run: str
     runner: ClientRuntime
-    asked: Asked
+    request_counts: RequestCounts
     public: bool = False
     other_code: Collection[str] = ()
     summary: DataSummary | None = None
@@ -223,7 +223,7 @@ class Site:
         self._session: Session | None = None
         self._stages: set[str] = set()
         self._public: dict[str, Any] | None = None
-        self._given: dict[
+        self._answers: dict[
             tuple[str, str], bytes
         ] = {}  # the last reply to each client: a task that comes again is known
 
@@ -258,7 +258,7 @@ class Site:
             return self._tasks(session, asked)
         if asked["do"] in ("measure", "describe"):
             _refuse(fault_of_request(asked["do"], asked))
-            session.asked.count(asked["do"], -1, [""], GREETED)
+            session.request_counts.count(asked["do"], -1, [""], GREETED)
         if asked["do"] == "measure":
             return write({"answer": self._measured(session)})
         if asked["do"] == "describe":
@@ -371,8 +371,8 @@ class Site:
             raise RefusedError(changed)
         here = set(runner.data.client_ids)
         runner.leave_out([client for client in asked["left_out"] if client in here])
-        self._given.clear()
-        counted = Asked(self._folder, asked["run"])
+        self._answers.clear()
+        counted = RequestCounts(self._folder, asked["run"])
         counted.count("hello", -1, [""], GREETED)
         return Session(asked["session"], asked["run"], runner, counted, asked.get("public") is not None, other)
 
@@ -415,14 +415,14 @@ class Site:
         self._check(session, task)
         client = task.client or ""
         number, version = asked["number"], asked["version"]
-        if client and (client, number) in self._given:
-            return self._given[client, number]
+        if client and (client, number) in self._answers:
+            return self._answers[client, number]
         outgoing_terms = make_outgoing_filter(session.runner.blueprint, client).terms if client else ""
         record = self.records.get(run, client, version, outgoing_terms)
         here = Here(session.runner, self._export, client)
         _refuse(fault(here, task) or out_of_turn(here, task, record))
         what, most = kind_of(here, task)
-        session.asked.count(what, task.address[0] - 1, task.clients if task.client is None else [client], most)
+        session.request_counts.count(what, task.address[0] - 1, task.clients if task.client is None else [client], most)
         self.log.began(task)
         with noting() as errors:
             answer, after = task.run(session.runner, record)
@@ -445,8 +445,8 @@ class Site:
                 self.records.forget(run, client, keep=[*keep, version, reply["version"]])
         written = write(reply)
         if client:
-            self._given = {place: value for place, value in self._given.items() if place[0] != client}
-            self._given[client, number] = written
+            self._answers = {place: value for place, value in self._answers.items() if place[0] != client}
+            self._answers[client, number] = written
         return written
 
     def _check(self, session: Session, task: Any) -> None:

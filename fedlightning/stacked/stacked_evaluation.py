@@ -88,7 +88,7 @@ class Signature:
         self.tensors: dict[str, Tensor] = {}
         self._traits: list[Any] = []
         self._alone = not METHODS.isdisjoint(vars(module))
-        self._seen: set[int] = set()
+        self._tensor_ids: set[int] = set()
         self._walk(module, "")
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()]
         self.key = None if self._alone else (*self._traits, *shapes)
@@ -113,8 +113,8 @@ class Signature:
         self._alone = self._alone or bool(attributes["_forward_hooks"]) or bool(attributes["_forward_pre_hooks"])
         for kind in ("_parameters", "_buffers"):
             for name, tensor in attributes[kind].items():
-                if tensor is not None and id(tensor) not in self._seen:
-                    self._seen.add(id(tensor))
+                if tensor is not None and id(tensor) not in self._tensor_ids:
+                    self._tensor_ids.add(id(tensor))
                     self.tensors[prefix + name] = tensor
         for name, child in attributes["_modules"].items():
             if child is not None:

@@ -226,7 +226,7 @@ class VectorizedEngine(SequentialEngine):
 
     def __init__(self, runner: ClientRuntime, store: ClientRecords, clients_per_stack: int | None = None) -> None:
         super().__init__(runner, store)
-        self._asked = self._size = clients_per_stack
+        self._clients_requested = self._size = clients_per_stack
         self.device = runner.blueprint.device
         self._evaluation = StackedEvaluation(runner)
         self._training = StackedTraining(runner, self.watching)
@@ -236,7 +236,7 @@ class VectorizedEngine(SequentialEngine):
         examine(self.runner)
 
     def beside(self, runner: ClientRuntime) -> VectorizedEngine:
-        return VectorizedEngine(runner, ClientRecords(), self._asked)
+        return VectorizedEngine(runner, ClientRecords(), self._clients_requested)
 
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
         chunk: list[Task[Answer]] = []

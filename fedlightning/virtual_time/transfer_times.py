@@ -147,18 +147,18 @@ class DeviceLink(Link):
             for name in ("down", "up"):
                 entry[name] = rate("DeviceLink", f"{name} of '{kind}'", entry.get(name))
             entry["latency"] = number("DeviceLink", f"latency of '{kind}'", entry.get("latency", 0.0))
-        self._given = table_of_classes("DeviceLink", clients, self.classes)
+        self._class_by_client = table_of_classes("DeviceLink", clients, self.classes)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments by name."""
-        return {"classes": self.classes, "clients": self._given}
+        return {"classes": self.classes, "clients": self._class_by_client}
 
     def seconds(self, seed: int, client: str, visit: int, num_bytes: int, direction: Direction) -> float:
         """Return latency, and bytes over the speed of the client's class."""
-        entry = self.classes[class_of(seed, client, self.classes, self._given)]
+        entry = self.classes[class_of(seed, client, self.classes, self._class_by_client)]
         speed = entry[direction]
         return float(entry["latency"] + (num_bytes / speed if speed else 0.0))
 
     def clients(self) -> set[str]:
         """Return the clients with a given class."""
-        return set(self._given)
+        return set(self._class_by_client)

@@ -38,7 +38,7 @@ def test_a_resumed_run_goes_on_counting():
 
 def test_a_longer_run_does_not_make_the_last_visits():
     costs = counted((0, 10, 20, 3), (1, 15, 40, 6))
-    costs.spent, costs.spent_of_rounds = {"own_steps": 9}, {"own_steps": 4}
+    costs.extra_work, costs.extra_work_of_rounds = {"own_steps": 9}, {"own_steps": 4}
     seconds = costs.history[0]["seconds"]
     costs.forget_final_visits(rounds_done=1)
     assert (costs.bytes_up, costs.bytes_down, costs.steps, costs.spent) == (10, 20, 3, {"own_steps": 4})

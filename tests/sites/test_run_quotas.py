@@ -95,11 +95,11 @@ def test_whatever_is_asked_has_an_end_that_no_greeting_and_no_new_start_resets(l
 
 
 def test_each_round_and_each_client_has_a_number_of_its_own(liar):
-    counted = run_quotas.Asked(liar.root, "c" * 32)
+    counted = run_quotas.RequestCounts(liar.root, "c" * 32)
     for round, client in ((0, "a"), (1, "a"), (0, "b")):
         counted.count("training", round, [client], 1)
     counted.count("trial", -1, ["a"], 1)  # of the newest round
-    for again in (counted, run_quotas.Asked(liar.root, "c" * 32)):
+    for again in (counted, run_quotas.RequestCounts(liar.root, "c" * 32)):
         for what, round, number in (("training", 0, 1), ("trial", -1, 2), ("trial", 1, 2)):
             with pytest.raises(run_quotas.TooMuchError, match=f"'a' was asked for {what} 1 times in round {number}"):
                 again.count(what, round, ["a"], 1)

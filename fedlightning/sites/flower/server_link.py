@@ -80,7 +80,7 @@ class FlowerLink:
     def _connect(self) -> None:
         """Begin a run on the SuperLink, and take its task."""
         address, retry = self._address, patient(self._lives)
-        self._ended, self._sent = False, set[str]()
+        self._ended, self._open_messages = False, set[str]()
         content, fab_hash = bundle()
         self._control = address.client(ControlHttpClient, name="flwr CLI", retry=retry)
         started = self._control.StartRun(StartRunRequest(fab=fab_to_proto(Fab(fab_hash, content, {}))))
@@ -177,20 +177,20 @@ class FlowerLink:
         if number is None:  # it is lost, and whoever waits for the reply is told so
             time.sleep(POLL)
             return f"lost {uuid.uuid4().hex}"
-        self._sent.add(str(number))
+        self._open_messages.add(str(number))
         return str(number)
 
     def receive(self, waiting: Collection[str], timeout: float) -> list[tuple[str, bytes]]:
         ends = time.monotonic() + timeout
         while True:
-            lost = [name for name in waiting if name not in self._sent]
+            lost = [name for name in waiting if name not in self._open_messages]
             if lost:
                 return [(name, write({"lost": ""})) for name in lost]
             pulled: list[Message] = []
             if waiting:  # and what is waited for no more: it would lie in the SuperLink's memory until the run ends
-                pulled = self._ask(lambda: list(self._grid.pull_messages(list(self._sent))), pulled)
+                pulled = self._ask(lambda: list(self._grid.pull_messages(list(self._open_messages))), pulled)
             read = [self._read(message) for message in pulled]
-            self._sent.difference_update(name for name, _ in read)
+            self._open_messages.difference_update(name for name, _ in read)
             replies = [(name, content) for name, content in read if name in waiting]
             if replies or time.monotonic() > ends:
                 return replies
