@@ -21,8 +21,8 @@ class RoundClock:
     Attributes:
         takes_time: Whether clients may be away or late.
         trips: The jobs that came back, for the timeline.
-        neighbour_models: By client whose update is being combined, and by neighbour, the latest model that the neighbour has sent
-            it, with the number of steps that the neighbour had taken: in a loop that delivers such messages.
+        neighbour_models: By client whose update is being combined, and by neighbour, the latest model that the neighbour has
+            sent it, with the number of steps that the neighbour had taken: in a loop that delivers such messages.
     """
 
     takes_time = False
