@@ -154,7 +154,7 @@ class LocalAdaptation(AdaptsAtEnd):
     def keep_adapted(self, client: Client) -> None:
         """Store the adapted model if ``keep_if_better`` is off or the model is better on validation data."""
         if self.keep_if_better:
-            before, after = (client.evaluate(state) for state in (self.kept(client), None))
+            before, after = (client.evaluate(state) for state in (self.read_kept(client), None))
             if before and not is_better(monitored(self, after), monitored(self, before), self.mode):
                 return
         self.keep(client)

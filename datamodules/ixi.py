@@ -121,7 +121,7 @@ class Volumes(FileSamples):
         self.images, self.masks, self.shape = images, masks, shape
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        sample: tuple[Tensor, Tensor] = self.kept(index)
+        sample: tuple[Tensor, Tensor] = self.read_cached(index)
         return sample
 
     def read(self, index: int) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,7 @@ class LoaderDataModule(FederatedDataModule):
     def public_dataloader(self) -> DataLoader[Any] | None:
         return self._public
 
-    def without(self, clients: Collection[str]) -> LoaderDataModule:
+    def exclude(self, clients: Collection[str]) -> LoaderDataModule:
         """Return the same data without some clients; asked by name, it still gives those clients' loaders."""
         few = copy.copy(self)
         few._clients = [client for client in self._clients if client not in clients]

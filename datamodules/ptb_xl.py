@@ -175,7 +175,7 @@ class Records(FileSamples):
         self.paths, self.targets, self.length = paths, torch.from_numpy(labels), length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.kept(index), self.targets[index]
+        return self.read_cached(index), self.targets[index]
 
     def read(self, index: int) -> Tensor:
         path = self.paths[index]

@@ -74,7 +74,7 @@ class FileSamples(Dataset[Any]):
         """Return what the files of a sample hold."""
         raise NotImplementedError
 
-    def kept(self, index: int) -> Any:
+    def read_cached(self, index: int) -> Any:
         """Return what :meth:`read` returns, from memory where it is kept."""
         if self._cache is None:
             return self.read(index)

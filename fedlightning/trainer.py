@@ -31,7 +31,7 @@ from fedlightning.options import EngineOptions, Evaluation, FailurePolicy, Seeds
 from fedlightning.options.lightning_arguments import BatchShare, SomeBatches
 from fedlightning.options.replaced import ATTRIBUTES, OF_METHODS, REPLACED, RefusesLightningCLI
 from fedlightning.options.value_objects import OF_A_CLASS, VISITS, ClientShare, DecayFactor, Gigabytes, HeldOutShare
-from fedlightning.ranges import Count, Natural, NonNegativeFloat, at_most_one, checked, in_words, replaced
+from fedlightning.ranges import Count, Natural, NonNegativeFloat, at_most_one, checked, refuse_in_words, replaced
 from fedlightning.resume.lock import only_thread, only_writer
 from fedlightning.resume.resumable import AUTO, find_run, refuse_used, restore, rounds_saved
 from fedlightning.resume.saving import Saving
@@ -59,7 +59,7 @@ def _of_fitted(method: Callable[Concatenate[FittedFederation, P], T]) -> Callabl
     return ask
 
 
-@in_words(OF_METHODS, ATTRIBUTES)
+@refuse_in_words(OF_METHODS, ATTRIBUTES)
 class FederatedTrainer(metaclass=RefusesLightningCLI):
     """Trains one LightningModule per client, federated; used like `lightning.pytorch.Trainer`.
 

@@ -112,7 +112,7 @@ class VisitCallback(Callback):
             return "moves its entries without a step of the optimizers that configure_optimizers returns"
         return "steps its optimizers past Lightning (use_pl_optimizer=False)" if self._past_lightning else ""
 
-    def look(self) -> None:
+    def check_moves(self) -> None:
         """Look whether entries have moved, if no optimizer is known to have moved them."""
         self._moved = any(not torch.equal(value, before) for value, before in self._before)
 
@@ -251,7 +251,7 @@ class VisitCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self._handles:
             handle.remove()
-        self.look()
+        self.check_moves()
         self._before = []
         for which in list(self._moves):
             self._settle(which)

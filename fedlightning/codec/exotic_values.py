@@ -261,7 +261,7 @@ def _from_torch_generator(parts: list[Any]) -> torch.Generator:
     return torch.Generator(device=parts[0]).set_state(parts[1])
 
 
-def in_order(value: set[Any] | frozenset[Any]) -> list[Any]:
+def sort_set(value: set[Any] | frozenset[Any]) -> list[Any]:
     """List a set; texts and numbers in an order that does not differ between processes, as hashes of texts do."""
     if not all(type(entry) in (str, int, float, bool, bytes) for entry in value):
         return list(value)

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fedlightning.codec.allowed import UntrustedError, path_of
 from fedlightning.codec.container import NAMES, UNLIMITED, Limits, check_truth, layout, unpack_file
-from fedlightning.codec.exotic_values import BY_NAME, BY_TYPE, Collisions, enum_member, in_order, named_tuple
+from fedlightning.codec.exotic_values import BY_NAME, BY_TYPE, Collisions, enum_member, named_tuple, sort_set
 from fedlightning.storage.files import UnreadableError, replacing, sync
 
 PLAIN = (type(None), bool, float, str, complex, torch.dtype, torch.device, torch.Size)
@@ -146,7 +146,7 @@ class Writer:
                 return {kind.__name__: pairs}
             return {"StateDict": [pairs, self._at(".__dict__", dict(vars(value)))]}
         if kind in (set, frozenset):
-            return {kind.__name__: [self._key(entry) for entry in in_order(value)]}
+            return {kind.__name__: [self._key(entry) for entry in sort_set(value)]}
         if kind in (Tensor, nn.Parameter):
             return self._tensor(value)
         leaf = BY_TYPE.get(kind)

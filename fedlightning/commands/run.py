@@ -26,7 +26,7 @@ from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.datamodules.partition_report import class_names_of
 from fedlightning.errors import ConfigurationError
 from fedlightning.leakage import canaries as audit
-from fedlightning.leakage import in_words, inversion, leakage, likelihood_ratio
+from fedlightning.leakage import describe_attacks, inversion, leakage, likelihood_ratio
 from fedlightning.onboarding.onboarding import SUMMARY
 from fedlightning.ranges import PositiveInt
 from fedlightning.resume.stop_requests import requeued
@@ -95,7 +95,7 @@ def show_leakage(content: dict[str, Any], attack: Attack, folder: Path, screen: 
             shares = f"{row['hits']:.1%}", f"{row['chance']:.1%}"
             table.add_row(row["model"], str(row["members"]), str(row["others"]), *numbers, *shares)
         print_whole(screen, table)
-    for line in in_words(now):
+    for line in describe_attacks(now):
         say(screen, f"\n{line}", markup=False)
     say(screen, f"\nWritten: {shown(folder / FILE)}{f' and {PICTURE}' if attack == 'inversion' else ''}")
     if as_json:

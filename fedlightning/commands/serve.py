@@ -73,7 +73,7 @@ class AtSite(CommandLine):
         (`fedlightning sites --runs`).
         """
         from fedlightning.arguments import federated_data
-        from fedlightning.datamodules.held_out import without
+        from fedlightning.datamodules.held_out import exclude_clients
 
         reach.host_and_port(superlink)
         if not files.is_name(name) or name != printable(name, NAME):
@@ -106,7 +106,7 @@ class AtSite(CommandLine):
                 raise InputError(
                     f"clients: there is no client '{missing}'. The data have {', '.join(all_clients[:20])}."
                 )
-            data = without(data, [client for client in all_clients if client not in here])
+            data = exclude_clients(data, [client for client in all_clients if client not in here])
         programs.prepare(home / "flower")
         blueprint, may_export = self.trainer.blueprint(self.model), export == "server"
         site = Site(

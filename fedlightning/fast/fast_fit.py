@@ -233,9 +233,9 @@ class FastFitter:
             FastFit(trainer, collector, bool(job.settings.trainer_arguments.get("detect_anomaly")), record).run()
         return trainer
 
-    def release(self, trainer: FastTrainer) -> None:
+    def detach_trainer(self, trainer: FastTrainer) -> None:
         """Let go of the module."""
-        trainer.release()
+        trainer.detach()
 
 
 class Checkpoint(dict[str, Any]):

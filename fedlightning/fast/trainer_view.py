@@ -136,7 +136,7 @@ class FastTrainer:
         """Show the training batches to the module: before the first epoch, or when it asks for their number."""
         self.__dict__["train_dataloader"], self.__dict__["num_training_batches"] = self._data
 
-    def release(self) -> None:
+    def detach(self) -> None:
         """Let go of the module and of all that refers back to it, so that its memory is free at once."""
         for optimizer in self.optimizers:
             optimizer.state.clear()

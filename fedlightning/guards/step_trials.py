@@ -227,7 +227,7 @@ class StopAfterOne(Callback):
             pl_module.on_train_epoch_end()
         following = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.strict]
         visit = next(callback for callback in trainer.callbacks if isinstance(callback, VisitCallback))  # type: ignore[attr-defined]
-        visit.look()
+        visit.check_moves()
         raise OneBatchDone([config.monitor for config in following if config.monitor is not None], visit)
 
 

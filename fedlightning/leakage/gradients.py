@@ -105,10 +105,10 @@ def inversion(
     scaled = ((torch.stack([images.cpu().double(), guessed]) - low) / max(high - low, 1e-12)).clamp(0, 1)
     scaled = scaled if scaled.dim() == 5 else scaled.unsqueeze(2)
     if picture is not None:
-        from fedlightning.report.drawing import look
+        from fedlightning.report.drawing import use_style
         from fedlightning.report.figures.images import side_by_side
 
-        with look():
+        with use_style():
             side_by_side(scaled.tolist()).savefig(picture)
     kept = scaled.numpy().round(3).tolist() if scaled[0, 0].numel() <= KEPT else None
     ranges = (high - low) ** 2

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from fedlightning.compat import sheets
 from fedlightning.report.cells import Column, Missing, is_number
-from fedlightning.report.drawing import inline, look, save, settle, svg
+from fedlightning.report.drawing import inline, save, settle, svg, use_style
 from fedlightning.report.figures.dots import Dot, Line
 from fedlightning.report.html import Gallery, Picture, Section, Table, slug
 from fedlightning.report.styles import Style
@@ -98,7 +98,7 @@ class Context:
         sign = -1.0 if self.higher else 1.0
         return sorted(rows, key=lambda row: (not is_number(row["mean"]), sign * (row["mean"] or 0.0)))
 
-    def in_order(self, rows: Iterable[R]) -> list[R]:
+    def sort_rows(self, rows: Iterable[R]) -> list[R]:
         """Return rows in the order of the overview's methods."""
         order = [row["method"] for row in self.overview]
         return sorted(rows, key=lambda row: order.index(row["method"]))
@@ -215,7 +215,7 @@ class Context:
 
     def picture(self, name: str, title: str, alt: str, draw: Callable[[], Figure]) -> Picture:
         """Draw a figure, write its files, and return the picture for the page."""
-        with look():
+        with use_style():
             figure = draw()
             settle(figure)
             text = svg(figure)

@@ -91,7 +91,7 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
     if go_on:
         if UNDONE in extra:
             restore_previous_state(run.last)
-        rows = run.keep_rounds(mark)
+        rows = run.truncate_rows(mark)
         federation.recorder.start_with(rows, run.metrics.place() if federation.recorder.writes else None)
         more = (bool(extra["final"]) and not federation.final_done) or UNDONE in extra
         federation.recorder.reopen_logs(marks, scored, differs=more or changes != ConfigChanges())

@@ -207,7 +207,7 @@ class RunFolder:
         self.metrics.check(mark)
         return [row for row in self.metrics.rows() if row.round <= rounds]
 
-    def keep_rounds(self, mark: dict[str, Any]) -> list[Row]:
+    def truncate_rows(self, mark: dict[str, Any]) -> list[Row]:
         """Cut `metrics.csv` back to what the saved state knows (a resumed run writes the others again), and read it.
 
         Args:

@@ -11,7 +11,7 @@ from typing import Any
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract import POOLED, SumCodec
 from fedlightning.contract.messages import Update
-from fedlightning.engines.attempts import FederationError, in_order
+from fedlightning.engines.attempts import FederationError, sort_failures
 from fedlightning.engines.contract import ClientRecords, Engine
 from fedlightning.run.recorder import Recorder
 from fedlightning.scores.rows import LOCAL, Row, of_clients
@@ -236,7 +236,7 @@ class Federation:
             }
             | {"terms": summarise_terms(self.server, sorted(self._kept()), self._validations())}
             | ({"stopped": self.server.stopped} if self.server.rounds < self.server.max_rounds else {})
-            | ({"failures": in_order(self.server.failures, self.server.clients)} if self.server.failures else {})
+            | ({"failures": sort_failures(self.server.failures, self.server.clients)} if self.server.failures else {})
             | self.parts.summary(self)
         )
 

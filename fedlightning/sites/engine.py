@@ -30,7 +30,7 @@ from fedlightning.sites.message_checks import check_shares, fault, in_lines, is_
 from fedlightning.sites.server_log import Doing, log_of_server
 from fedlightning.sites.site_log import SiteStore
 from fedlightning.sites.status import printable, stamped
-from fedlightning.sites.task_bounds import in_words
+from fedlightning.sites.task_bounds import describe_task
 from fedlightning.sites.task_window import BUDGET, Entry, Window
 from fedlightning.tensors import module_state, state_digest
 
@@ -214,7 +214,7 @@ class SitesEngine(Engine):
 
     def leave_out(self, clients: Collection[str]) -> None:
         if clients:
-            self.runner.know(self.runner.described.without(clients))
+            self.runner.know(self.runner.described.exclude(clients))
             self._left_out += clients
 
     def measure(self) -> dict[str, dict[str, Any]]:
@@ -410,7 +410,7 @@ class SitesEngine(Engine):
         for entry in self._window:
             name = self.connections.names.get(self.connections.where.get(entry.client, ""))
             if entry.sent is not None and name is not None and name not in work_by_site:
-                work_by_site[name] = in_words(entry.task), entry.task.address[0]
+                work_by_site[name] = describe_task(entry.task), entry.task.address[0]
         return work_by_site
 
     def _unsend(self, entry: Entry) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from fedlightning.client.record import ClientRecord
 from fedlightning.engines.contract import ClientRecords, RecordNote, Visit
 from fedlightning.sites.status import LISTED, OwnStatus, StatusFile, of_clients, printable, stamped
-from fedlightning.sites.task_bounds import VERBS, in_words
+from fedlightning.sites.task_bounds import VERBS, describe_task
 
 SITE = "site"
 """Entry of a record's `state` that stands for a record at a site."""
@@ -149,13 +149,13 @@ class SiteLog:
             self._is_new = False
             who = f"run {printable(self.status.run, 12)} with {of_clients(self.status.clients)}"
             self._say(f"Takes part in {who}.{f' Can leave: {self._outgoing}.' if self._outgoing else ''}")
-        self.status.doing, self._began = in_words(task), time.time()
+        self.status.doing, self._began = describe_task(task), time.time()
         self.write()
 
     def ended(self, task: Any, answer: Any) -> None:
         """Note a task that was carried out."""
         status = self.status
-        status.doing, status.last, status.last_at = "", in_words(task), time.time()
+        status.doing, status.last, status.last_at = "", describe_task(task), time.time()
         status.round = task.address[0]
         status.tasks += 1
         failed = task.failure(answer)

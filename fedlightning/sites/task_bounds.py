@@ -49,7 +49,7 @@ from fedlightning.tensors import module_state
 VERBS = {Visit: "trains", ScoreClient: "scores", ScoreModel: "scores", Deploy: "writes the model of"}
 
 
-def in_words(task: Any) -> str:
+def describe_task(task: Any) -> str:
     """Return what a site does that carries out a task, such as "trains client a"."""
     verb = next((word for kind, word in VERBS.items() if isinstance(task, kind)), "checks")
     clients = [task.client] if task.client is not None else list(getattr(task, "clients", ()))

@@ -53,7 +53,7 @@ def clients(context: Context) -> Section | None:
 
 def _harm(context: Context) -> Table | None:
     """Show how many clients lose by each method against training alone, and by how much."""
-    rows = context.in_order(context.study.negative_transfer())
+    rows = context.sort_rows(context.study.negative_transfer())
     columns = [
         METHOD,
         counted("lose", "lose", rows, better="low", help="clients below their own siloed model, by means over seeds"),

@@ -78,7 +78,7 @@ def _in_order(places: Places, groups: Mapping[str, str], clusters: Sequence[str]
 
 def clusters(context: Context) -> Section | None:
     """Show where each client was over rounds, how many clusters there are, and whether planted groups were found."""
-    rows = context.in_order(context.study.clusters())
+    rows = context.sort_rows(context.study.clusters())
     if not rows:
         return None
     columns = [

@@ -17,7 +17,7 @@ from fedlightning.report.sections.scores import incentives_in_words
 
 def fairness(context: Context) -> Section | None:
     """Show spread over clients, worst clients, participation rate, opt-outs, and counts above thresholds."""
-    rows = context.in_order(context.study.fairness())
+    rows = context.sort_rows(context.study.fairness())
     by_method = {method: of for method, of in context.by_client("score").items() if method not in context.diverged}
     scores = {method: _known(of.values()) for method, of in by_method.items()}
     appeal = _appeal(context)
@@ -80,7 +80,7 @@ def _columns(context: Context, rows: Sequence[Row]) -> list[Column]:
 def _appeal(context: Context) -> Gallery | None:
     """Show the distribution of PMA over clients and each client's value; `None` without a comparable FedAvg run."""
     by_client: dict[str, dict[str, float | None]] = {}
-    for row in context.in_order(context.study.appeal()):
+    for row in context.sort_rows(context.study.appeal()):
         by_client.setdefault(row["method"], {})[row["client"]] = row["pma"]
     appeals = {method: values for method, of in by_client.items() if (values := _known(of.values()))}
     if not appeals:

@@ -114,7 +114,7 @@ def _same_places(clients: Sequence[Profit]) -> dict[tuple[float, float], list[st
 
 def tokens(context: Context) -> Section | None:
     """Show balances over rounds, every client's account, and contribution against gain."""
-    totals = context.in_order(context.study.ledgers())
+    totals = context.sort_rows(context.study.ledgers())
     if not totals:
         return None
     rows = context.study.tokens()
