@@ -31,7 +31,7 @@ from fedlightning.datamodules.resident_batches import resident_batches
 from fedlightning.datamodules.sampling import read_for_scores
 from fedlightning.fast import eligibility as fast_refusals
 from fedlightning.fast.eligibility import Hooks, of_module, per_class
-from fedlightning.fast.log_sheet import FastLoopRefused, LogCollector, Value
+from fedlightning.fast.log_sheet import FastLoopRefused, LogSheet, Value
 from fedlightning.fast.trainer_view import FastTrainer
 from fedlightning.scores.rows import KIND, Row, Rows
 
@@ -270,7 +270,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
     """Evaluation of one module on one loader, or on several where :func:`may_stay_open` holds.
 
     What all loaders have in common is done once: the way to the device, modes, the stand-in of the Trainer, the search for
-    hooks. Each loader sees a stand-in and a collector of logs that know nothing of the loaders before.
+    hooks. Each loader sees a stand-in and a log_sheet of logs that know nothing of the loaders before.
 
     Args:
         module: The module.
@@ -287,9 +287,9 @@ class Evaluation(AbstractContextManager["Evaluation"]):
         self._precision, self._device = base.precision_plugin, base.strategy.root_device
         self._names = names_of(testing)
         self._without_gradients: Any = torch.inference_mode if inference_mode else torch.no_grad
-        self._collector = LogCollector(module, training=False)
+        self._log_sheet = LogSheet(module, training=False)
         self._trainer = self._new_trainer()
-        self._hooks = Hooks(self._trainer, self._collector)
+        self._hooks = Hooks(self._trainer, self._log_sheet)
         self._quiet, self._open_contexts = without_warnings(), ExitStack()
         self._modes: list[tuple[nn.Module, bool]] = []  # of the module's parts, before
         self._parameters: list[nn.Parameter] = []
@@ -299,18 +299,18 @@ class Evaluation(AbstractContextManager["Evaluation"]):
         base = self._base
         limits: dict[str, Any] = {"max_epochs": base.max_epochs, "max_steps": base.max_steps}
         stage = self._names.stage
-        return FastTrainer(base, self._module, [], self._precision, self._collector, stage, **limits)
+        return FastTrainer(base, self._module, [], self._precision, self._log_sheet, stage, **limits)
 
     def __enter__(self) -> Evaluation:
         self._quiet.__enter__()
-        self._collector.attach()
+        self._log_sheet.attach()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if kind is None:
             self._close()
         self._open_contexts.close()
-        self._collector.detach()
+        self._log_sheet.detach()
         self._quiet.__exit__(None, None, None)
 
     def run(self, loader: Any, count: int | None = None) -> dict[str, Value]:
@@ -318,7 +318,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
         if count is None:
             count = fast_refusals.num_batches(loader, self._names.limit(self._base))
         if self._is_open:
-            self._collector.restart()
+            self._log_sheet.restart()
             self._trainer.become(self._new_trainer())
         self._trainer.show_loader(self._names.short, loader, count)
         if trainer_of(self._module) is not self._trainer:
@@ -335,7 +335,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
             return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in logged.items()}
         finally:
             self._kept.put_back()
-            self._collector.clear()
+            self._log_sheet.clear()
 
     def _open(self) -> None:
         module, hooks, names, precision = self._module, self._hooks, self._names, self._precision
@@ -365,7 +365,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
         self._hooks.run("teardown", stage=self._names.run)
 
     def _epoch(self, loader: Any, count: int) -> dict[str, Value]:
-        module, precision, device, collector = self._module, self._precision, self._device, self._collector
+        module, precision, device, log_sheet = self._module, self._precision, self._device, self._log_sheet
         resident = resident_batches(loader, device)
         batches, moves = iter(resident or loader), self._moves or resident is None
         if any(child.training for child, _ in self._modes):  # a hook has changed them
@@ -379,22 +379,22 @@ class Evaluation(AbstractContextManager["Evaluation"]):
                 batch = module.on_before_batch_transfer(batch, 0)
                 batch = module.transfer_batch_to_device(batch, device, 0)
                 batch = module.on_after_batch_transfer(batch, 0)
-            collector.begin_batch(batch)
+            log_sheet.begin_batch(batch)
             if self._batch_start is not None:
                 self._batch_start(batch, index)
-            collector.enter(self._names.step)
+            log_sheet.enter(self._names.step)
             with self._context():
                 outputs = self._step(batch, index) if self._takes_index else self._step(batch)
-            collector.enter(None)
+            log_sheet.enter(None)
             self._listen(outputs, batch)
             if self._batch_end is not None:
                 self._batch_end(outputs, batch, index)
-            collector.end_batch()
-        collector.end_batches()
-        logged = collector.epoch_values()
+            log_sheet.end_batch()
+        log_sheet.end_batches()
+        logged = log_sheet.epoch_values()
         if self._epoch_end is not None:
             self._epoch_end()
-        logged.update(collector.end_epoch())
+        logged.update(log_sheet.end_epoch())
         if self._end is not None:
             self._end()
         return logged

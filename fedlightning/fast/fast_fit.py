@@ -34,7 +34,7 @@ from fedlightning.datamodules.resident_batches import ResidentBatches, resident_
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.fast import eligibility as refusals
 from fedlightning.fast.eligibility import Hooks
-from fedlightning.fast.log_sheet import FastLoopRefused, LogCollector
+from fedlightning.fast.log_sheet import FastLoopRefused, LogSheet
 from fedlightning.fast.optimizer_steps import Closure, count_steps, drop_gradients, unrecorded_step
 from fedlightning.fast.trainer_view import FastTrainer
 
@@ -44,14 +44,14 @@ class FastStep:
 
     Args:
         trainer: Stand-in for the Trainer, with its optimizers.
-        collector: Collects what the module logs.
+        log_sheet: Collects what the module logs.
         hooks: Hooks that are overridden.
         reports: Whether a hook needs the outputs of each step.
     """
 
-    def __init__(self, trainer: FastTrainer, collector: LogCollector, hooks: Hooks, reports: bool) -> None:
+    def __init__(self, trainer: FastTrainer, log_sheet: LogSheet, hooks: Hooks, reports: bool) -> None:
         module, precision = trainer.lightning_module, trainer.precision_plugin
-        self.trainer, self.collector, self.module, self.clock = trainer, collector, module, vars(trainer)
+        self.trainer, self.log_sheet, self.module, self.clock = trainer, log_sheet, module, vars(trainer)
         self.precision, self.scaler = precision, getattr(precision, "scaler", None)
         self.step_context: Callable[[], AbstractContextManager[Any]] | None = (
             None if type(precision) is Precision else precision.train_step_context
@@ -81,7 +81,7 @@ class FastStep:
             self.clock["global_step"] += 1
         else:
             self._passes_with_gradients()
-        self.collector.enter(None)
+        self.log_sheet.enter(None)
         self.batch = None
         return self.outputs
 
@@ -90,7 +90,7 @@ class FastStep:
         for optimizer in self.trainer.strategy._lightning_optimizers:
             count_steps(optimizer, self.clock)
         output = self._training_step(batch, index)
-        self.collector.enter(None)
+        self.log_sheet.enter(None)
         if output is not None and not isinstance(output, Mapping | Tensor):
             raise FastLoopRefused(f"training_step returns {type(output).__name__}")
         outputs: dict[str, Any] = {"loss": output} if isinstance(output, Tensor) else dict(output or {})
@@ -131,7 +131,7 @@ class FastStep:
             if self.zero_grad is None:
                 drop_gradients(self.optimizer)
             else:
-                self.collector.enter("optimizer_zero_grad")
+                self.log_sheet.enter("optimizer_zero_grad")
                 self.zero_grad(self.trainer.current_epoch, self.index, self.optimizer)
         if loss is None:
             return None
@@ -139,7 +139,7 @@ class FastStep:
         return outputs["loss"] if self.keeps_outputs else loss.detach()
 
     def _training_step(self, batch: Any, index: int) -> Any:
-        self.collector.enter("training_step")
+        self.log_sheet.enter("training_step")
         step = self.module.training_step
         if self.step_context is None:
             return step(batch, index) if self.wants_index else step(batch)
@@ -154,20 +154,20 @@ class FastStep:
         if self.backward is None:
             loss.backward()
         else:
-            self.collector.enter("backward")
+            self.log_sheet.enter("backward")
             self.backward(loss)
         if self.after_backward is not None:
             self.after_backward()
 
     def _clip(self, limit: float | None) -> None:
-        self.collector.enter("configure_gradient_clipping")
+        self.log_sheet.enter("configure_gradient_clipping")
         how = self.trainer.gradient_clip_algorithm
         self.module.configure_gradient_clipping(self.optimizer, gradient_clip_val=limit, gradient_clip_algorithm=how)
 
     def _through_lightning(self, closure: Closure) -> None:
         wrapped = self.module.optimizers()
         first = wrapped[0] if isinstance(wrapped, list) else wrapped
-        self.collector.enter("optimizer_step")
+        self.log_sheet.enter("optimizer_step")
         self.module.optimizer_step(self.trainer.current_epoch, self.index, first, self._passes_with_gradients)
 
 
@@ -213,14 +213,14 @@ class FastFitter:
         precision = base.precision_plugin
         if getattr(precision, "scaler", None) is not None:
             precision = copy.deepcopy(precision)  # a scaler adapts, so each fit starts with a new one
-        collector = LogCollector(module, training=True)
+        log_sheet = LogSheet(module, training=True)
         in_epochs = visit.unit == "epochs"
         trainer = FastTrainer(
             base,
             module,
             job.callbacks,
             precision,
-            collector,
+            log_sheet,
             loader=loader,
             num_batches=refusals.num_batches(loader, base.limit_train_batches),
             max_epochs=job.limit if in_epochs else -1,
@@ -230,7 +230,7 @@ class FastFitter:
         job.client.scratch["trainer"] = trainer
         record = job.record if job.keeps else None
         with without_warnings():
-            FastFit(trainer, collector, bool(job.settings.trainer_arguments.get("detect_anomaly")), record).run()
+            FastFit(trainer, log_sheet, bool(job.settings.trainer_arguments.get("detect_anomaly")), record).run()
         return trainer
 
     def detach_trainer(self, trainer: FastTrainer) -> None:
@@ -272,7 +272,7 @@ class FastFit:
 
     Args:
         trainer: Stand-in for the Trainer, with its loader and limits.
-        collector: Collects what the module logs.
+        log_sheet: Collects what the module logs.
         detect_anomaly: Look for the backward function that makes a NaN.
         record: What the client keeps of fits, where optimizers go on: it is read before the fit, and written after it.
     """
@@ -280,11 +280,11 @@ class FastFit:
     def __init__(
         self,
         trainer: FastTrainer,
-        collector: LogCollector,
+        log_sheet: LogSheet,
         detect_anomaly: bool = False,
         record: dict[str, Any] | None = None,
     ) -> None:
-        self.trainer, self.collector, self.module = trainer, collector, trainer.lightning_module
+        self.trainer, self.log_sheet, self.module = trainer, log_sheet, trainer.lightning_module
         self.clock = vars(trainer)  # the counters are written here: as attributes, the stand-in refuses them
         self.detect_anomaly = detect_anomaly
         self.precision = trainer.precision_plugin
@@ -299,8 +299,8 @@ class FastFit:
         """Train. As in Lightning, an exception goes to `on_exception` and then to the caller."""
         module, trainer = self.module, self.trainer
         module.trainer = trainer
-        self.hooks = hooks = Hooks(trainer, self.collector)
-        self.collector.attach()
+        self.hooks = hooks = Hooks(trainer, self.log_sheet)
+        self.log_sheet.attach()
         for callback in trainer.callbacks:
             vars(callback).update(log=module.log, log_dict=module.log_dict)
         try:
@@ -322,7 +322,7 @@ class FastFit:
                 raise SystemExit(1) from error  # as Lightning's Trainer does
             raise
         finally:
-            self.collector.detach()
+            self.log_sheet.detach()
 
     def _anomalies(self) -> AbstractContextManager[None]:
         if torch.is_anomaly_enabled() == self.detect_anomaly:
@@ -356,9 +356,9 @@ class FastFit:
     def _make_optimizers(self) -> None:
         """Call `configure_optimizers`. Lightning reads its result, unless that is a single optimizer."""
         trainer, module = self.trainer, self.module
-        self.collector.enter("configure_optimizers")
+        self.log_sheet.enter("configure_optimizers")
         configured = module.configure_optimizers()
-        self.collector.enter(None)
+        self.log_sheet.enter(None)
         if isinstance(configured, Optimizer) and self.clock["_strategy"] is None:
             self.clock["optimizers"] = [configured]
             return
@@ -437,7 +437,7 @@ class FastFit:
         self.moves = not self.is_resident or any(map(hooks.overridden, TRANSFERS))
         self.converts = type(self.precision).convert_input is not Precision.convert_input
         self.schedules = bool(trainer.lr_scheduler_configs) and module.automatic_optimization
-        self.one_step = FastStep(trainer, self.collector, hooks, reports=self.batch_end is not None)
+        self.one_step = FastStep(trainer, self.log_sheet, hooks, reports=self.batch_end is not None)
 
     # -- epochs ----------------------------------------------------------------------------------------------------
     @property
@@ -447,7 +447,7 @@ class FastFit:
         return 0 <= steps <= clock["global_step"] or 0 <= epochs <= clock["current_epoch"] or bool(clock["should_stop"])
 
     def _epochs(self) -> None:
-        hooks, clock, collector = self.hooks, self.clock, self.collector
+        hooks, clock, log_sheet = self.hooks, self.clock, self.log_sheet
         loader = self.trainer.train_dataloader
         epoch_start, epoch_end = hooks.find("on_train_epoch_start"), hooks.epoch_end()
         batches: Iterator[Any] = iter(self.batches)  # Lightning makes the first epoch's before on_train_start
@@ -464,19 +464,19 @@ class FastFit:
             if epoch > first or self.is_addressed:
                 batches = iter(self.batches)
             whole = self._epoch(batches)
-            collector.end_batches()
+            log_sheet.end_batches()
             if epoch_end is not None:
                 epoch_end()
-            collector.end_epoch()
+            log_sheet.end_epoch()
             if whole and self.schedules:
                 self._schedule("epoch", plateau=True)
-            collector.clear()
+            log_sheet.clear()
             clock["current_epoch"] = epoch + 1
         hooks.run("on_train_end")
 
     def _epoch(self, batches: Iterator[Any]) -> bool:
         """Run one epoch; return True if it reached its last batch."""
-        clock, collector, module, counts = self.clock, self.collector, self.module, self.counts
+        clock, log_sheet, module, counts = self.clock, self.log_sheet, self.module, self.counts
         last, max_steps = clock["num_training_batches"] - 1, self.limits[0]
         one_step = self.one_step.automatic if module.automatic_optimization else self.one_step.manual
         clock["is_last_batch"] = False
@@ -489,7 +489,7 @@ class FastFit:
             clock["is_last_batch"] = index == last
             if self.converts or self.moves:
                 batch = self._to_device(batch)
-            collector.begin_batch(batch)
+            log_sheet.begin_batch(batch)
             if self.batch_start is not None and self.batch_start(batch, index) == -1:
                 clock["is_last_batch"] = True
                 self._after_skipped()
@@ -505,7 +505,7 @@ class FastFit:
                     self._schedule("epoch", plateau=False)
             if self.batch_end is not None:
                 self.batch_end(outputs, batch, index)
-            collector.end_batch()
+            log_sheet.end_batch()
             if self.schedules and self.window_done:
                 self._schedule("step", plateau=True)
         return bool(clock["is_last_batch"])
@@ -537,9 +537,9 @@ class FastFit:
             metric = self.trainer.callback_metrics.get(config.monitor) if config.reduce_on_plateau else None
             if config.reduce_on_plateau and metric is None:
                 raise FastLoopRefused(f"a scheduler monitors {config.monitor!r}, which is not logged")
-            self.collector.enter("lr_scheduler_step")
+            self.log_sheet.enter("lr_scheduler_step")
             self.module.lr_scheduler_step(config.scheduler, metric)
-            self.collector.enter(None)
+            self.log_sheet.enter(None)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

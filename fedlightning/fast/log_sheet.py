@@ -251,7 +251,7 @@ class Entry(LogRule):
         return self.reduced
 
 
-class LogCollector:
+class LogSheet:
     """Collects all that one module logs during one fit or one evaluation.
 
     Args:
@@ -458,14 +458,14 @@ class LogCollector:
 
 
 class _Log:
-    """The attribute `log` of a module that logs to a collector. A deep copy of the module logs as its class does."""
+    """The attribute `log` of a module that logs to a log_sheet. A deep copy of the module logs as its class does."""
 
-    def __init__(self, collector: LogCollector) -> None:
-        self._collector, self._call = collector, collector.log
+    def __init__(self, log_sheet: LogSheet) -> None:
+        self._log_sheet, self._call = log_sheet, log_sheet.log
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo.get(id(self._collector._module))
+        copy = memo.get(id(self._log_sheet._module))
         return self if copy is None else MethodType(type(copy).log, copy)

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
 from fedlightning.client.trainer_context import TrainerContext
-from fedlightning.fast.log_sheet import FastLoopRefused, LogCollector
+from fedlightning.fast.log_sheet import FastLoopRefused, LogSheet
 from fedlightning.options.lightning_arguments import FORWARDED
 
 AS_GIVEN = frozenset((
@@ -54,7 +54,7 @@ class FastTrainer:
         module: The module.
         callbacks: Callbacks in Lightning's order.
         precision: Precision plugin of this fit.
-        collector: Collects what the module logs.
+        log_sheet: Collects what the module logs.
         stage: Training, validating or testing.
         loader: Training batches.
         num_batches: Training batches of an epoch.
@@ -68,7 +68,7 @@ class FastTrainer:
         module: LightningModule,
         callbacks: list[Callback],
         precision: Any,
-        collector: LogCollector,
+        log_sheet: LogSheet,
         stage: RunningStage = RunningStage.TRAINING,
         loader: Any = None,
         num_batches: int = 0,
@@ -77,7 +77,7 @@ class FastTrainer:
     ) -> None:
         state = TrainerState(TrainerStatus.RUNNING, FUNCTION_OF[stage], stage)
         values: dict[str, Any] = {
-            "_base": base, "_collector": collector, "_strategy": None, "_data": (loader, num_batches),
+            "_base": base, "_log_sheet": log_sheet, "_strategy": None, "_data": (loader, num_batches),
             "lightning_module": module, "model": module,
             "callbacks": callbacks, "precision_plugin": precision, "state": state, "optimizers": [],
             "lr_scheduler_configs": [], "current_epoch": 0, "global_step": 0, "is_last_batch": False,
@@ -144,7 +144,7 @@ class FastTrainer:
         self.callbacks.clear()
         gone: dict[str, Any] = {
             "_strategy": None,
-            "_collector": None,
+            "_log_sheet": None,
             "lightning_module": None,
             "model": None,
             "datamodule": None,
@@ -164,12 +164,12 @@ class FastTrainer:
     @property
     def callback_metrics(self) -> dict[str, Any]:
         """Metrics that callbacks may monitor."""
-        return self._collector.callback_metrics
+        return self._log_sheet.callback_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
         """Metrics that a logger gets."""
-        return self._collector.logged_metrics
+        return self._log_sheet.logged_metrics
 
     # Lightning's own, of what is above
     early_stopping_callbacks, early_stopping_callback = (

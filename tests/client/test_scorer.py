@@ -102,7 +102,7 @@ def test_what_clients_share_is_done_once(monkeypatch):
 
     for owner, name in (
         (fast_evaluation, "Hooks"),
-        (fast_evaluation, "LogCollector"),
+        (fast_evaluation, "LogSheet"),
         (fast_evaluation, "to_device"),
         (Copier, "copy"),
     ):
@@ -111,5 +111,5 @@ def test_what_clients_share_is_done_once(monkeypatch):
     for clients in (5, 25):
         scored(monkeypatch, Classifier(MLP(4, [5], 3), 3), clients, participation=2, before_test=counts.clear)
         found.append(dict(counts))
-    assert {"Hooks", "LogCollector", "to_device"} <= set(found[0])
+    assert {"Hooks", "LogSheet", "to_device"} <= set(found[0])
     assert found[0] == found[1]
