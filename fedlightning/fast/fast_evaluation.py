@@ -270,7 +270,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
     """Evaluation of one module on one loader, or on several where :func:`may_stay_open` holds.
 
     What all loaders have in common is done once: the way to the device, modes, the stand-in of the Trainer, the search for
-    hooks. Each loader sees a stand-in and a log_sheet of logs that know nothing of the loaders before.
+    hooks. Each loader sees a stand-in and a log sheet that know nothing of the loaders before.
 
     Args:
         module: The module.

@@ -458,7 +458,7 @@ class LogSheet:
 
 
 class _Log:
-    """The attribute `log` of a module that logs to a log_sheet. A deep copy of the module logs as its class does."""
+    """The attribute `log` of a module that logs to a sheet. A deep copy of the module logs as its class does."""
 
     def __init__(self, log_sheet: LogSheet) -> None:
         self._log_sheet, self._call = log_sheet, log_sheet.log

@@ -105,15 +105,15 @@ def ordered_layers(module: nn.Module, order: Sequence[str] | None = None) -> lis
         conv2 ('conv2', 'norm2')
         fc ('fc',)
     """
-    leaves = {leaf.layer.name: leaf for leaf in leaves_of(module)}
+    leaf_by_name = {leaf.layer.name: leaf for leaf in leaves_of(module)}
     if order is not None:
         for name in order:
-            if name not in leaves:
-                raise ValueError(unknown_name(name, leaves, "is not a layer of " + type(module).__name__))
-        leaves = _rearranged(leaves, list(dict.fromkeys(order)))
+            if name not in leaf_by_name:
+                raise ValueError(unknown_name(name, leaf_by_name, "is not a layer of " + type(module).__name__))
+        leaf_by_name = _rearranged(leaf_by_name, list(dict.fromkeys(order)))
     layers: list[Layer] = []
     early: list[Layer] = []  # statistics of norms without parameters, before every layer: they join the first
-    for leaf in leaves.values():
+    for leaf in leaf_by_name.values():
         if leaf.joins and layers:
             layers[-1] = _joined(layers[-1], leaf.layer)
         elif leaf.layer.parameters:
@@ -187,12 +187,12 @@ def _joined(layer: Layer, *others: Layer) -> Layer:
     )
 
 
-def _rearranged(leaves: dict[str, Leaf], order: list[str]) -> dict[str, Leaf]:
-    """Return `leaves` in `order`. A norm left out follows its predecessor in registration, other leaves go last."""
+def _rearranged(leaf_by_name: dict[str, Leaf], order: list[str]) -> dict[str, Leaf]:
+    """Return the leaves in `order`. A norm left out follows its predecessor in registration, other leaves go last."""
     listed = set(order)
     previous: str | None = None
-    for name, leaf in leaves.items():
+    for name, leaf in leaf_by_name.items():
         if name not in listed:
             order.insert(order.index(previous) + 1 if leaf.joins and previous is not None else len(order), name)
         previous = name
-    return {name: leaves[name] for name in order}
+    return {name: leaf_by_name[name] for name in order}

@@ -277,8 +277,10 @@ class TensorBoardStore(FileStore):
         self._so_far: dict[str, AppendOnlyFile] = {}
 
     def mark(self) -> Mark:
-        marks = {path.name: self._so_far.setdefault(path.name, AppendOnlyFile(path)).mark() for path in self._files()}
-        return super().mark() | {"files": marks}
+        mark_by_file = {
+            path.name: self._so_far.setdefault(path.name, AppendOnlyFile(path)).mark() for path in self._files()
+        }
+        return super().mark() | {"files": mark_by_file}
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob("*tfevents*"))
@@ -396,11 +398,11 @@ class LoggerStates(RoundLogs):
             store.flush()
         return [store.mark() for store in self._stores]
 
-    def reopen(self, marks: list[Mark], rows: Iterable[Row], rounds: int, differs: bool = False) -> None:
+    def reopen(self, logger_marks: list[Mark], rows: Iterable[Row], rounds: int, differs: bool = False) -> None:
         """Go on from a saved state."""
         if not self.loggers:
             return
-        for store, mark in self._matched(marks):
+        for store, mark in self._matched(logger_marks):
             try:
                 store.reopen(mark, rounds, differs)
             except Exception as error:
@@ -417,9 +419,9 @@ class LoggerStates(RoundLogs):
         for store in self._stores:
             store.flush()
 
-    def _matched(self, marks: list[Mark]) -> Iterator[tuple[Store, Mark | None]]:
+    def _matched(self, logger_marks: list[Mark]) -> Iterator[tuple[Store, Mark | None]]:
         """Yield the loggers that the run had before with their marks. One that it did not have begins with everything."""
-        left, stores = list(marks), list(self._stores)
+        left, stores = list(logger_marks), list(self._stores)
         for by_name in (True, False):
             for store in list(stores):
                 mark = next((mark for mark in left if store.is_of(mark, by_name)), None)

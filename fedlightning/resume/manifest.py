@@ -101,9 +101,9 @@ def fault_of_extra(extra: dict[str, Any]) -> str | None:
     if not seconds or not isinstance(extra.get("final", False), bool):
         return ": its seconds or its end are none"
     mark_lists = [extra.get(name) or [] for name in ("loggers", "loggers_of_rounds")]
-    marks = [mark for marks in mark_lists if isinstance(marks, list) for mark in marks]
-    if not all(isinstance(marks, list) for marks in mark_lists) or not all(
-        isinstance(mark, dict) and {"logger", "version"} <= mark.keys() for mark in marks
+    logger_marks = [mark for mark_list in mark_lists if isinstance(mark_list, list) for mark in mark_list]
+    if not all(isinstance(mark_list, list) for mark_list in mark_lists) or not all(
+        isinstance(mark, dict) and {"logger", "version"} <= mark.keys() for mark in logger_marks
     ):
         return ": its marks of loggers are none"
     explosions = extra.get("explosions", {})

@@ -33,7 +33,7 @@ class RoundLogs:
         """Return where the loggers stand, for a saved state."""
         return []
 
-    def reopen(self, marks: list[Any], rows: Iterable[Row], rounds: int, differs: bool = False) -> None:
+    def reopen(self, logger_marks: list[Any], rows: Iterable[Row], rounds: int, differs: bool = False) -> None:
         """Go on from a saved state."""
 
     def close(self, status: str) -> None:
@@ -159,17 +159,17 @@ class Recorder:
         with writing(self._log_path):
             return {"metrics": self.run.metrics.mark(), "loggers": self.logs.mark()}
 
-    def reopen_logs(self, marks: Mapping[str, Any], rounds: int, differs: bool) -> None:
+    def reopen_logs(self, recorder_marks: Mapping[str, Any], rounds: int, differs: bool) -> None:
         """Take the loggers back to a saved state; give them the rounds that they lack.
 
         Args:
-            marks: What :meth:`mark` returned.
+            recorder_marks: What :meth:`mark` returned.
             rounds: Rounds that have scores.
             differs: The next rounds will not be those that the loggers may have seen already.
         """
         if self.writes:
             with writing(self._log_path):
-                self.logs.reopen(marks["loggers"], self.rows, rounds, differs)
+                self.logs.reopen(recorder_marks["loggers"], self.rows, rounds, differs)
 
     def close(self, status: str = "success") -> None:
         """End the loggers."""
