@@ -226,7 +226,7 @@ class LazyClients(FederatedDataModule):
 
     def __getstate__(self) -> dict[str, Any]:
         # neither a Trainer nor what was made of clients is part of the data that go to another process
-        return self.__dict__ | {"trainer": None, "_held": OrderedDict()}
+        return self.__dict__ | {"trainer": None, "_datasets_by_client": OrderedDict()}
 
 
 def _name(make: Any) -> str:
