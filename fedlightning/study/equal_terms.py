@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fedlightning.errors import join_words
+
 if TYPE_CHECKING:  # planning a comparison needs the sentences, not the study
     from fedlightning.study.data import StudyData, Table
 
@@ -63,9 +65,9 @@ def unequal(study: StudyData) -> Iterator[str]:
     groups = _groups({line["method"]: line["candidates"] for line in lines})
     if len(groups) > 1:
         clauses = "; ".join(
-            f"the last model of {_listed(names)}"
+            f"the last model of {join_words(names)}"
             if not count
-            else f"the best of {count} on validation data of {_listed(names)}"
+            else f"the best of {count} on validation data of {join_words(names)}"
             for count, names in groups.items()
         )
         yield f"{NOT_EQUAL}: deployed is {clauses}. Give all methods the same checkpoints, or compare --checkpoint latest."
@@ -80,7 +82,9 @@ def optimizer_states(states: Mapping[str, str | None], matters: bool = True) -> 
     """
     groups = {state: names for state, names in _groups(states).items() if state in WORDS}
     if matters and len(groups) > 1:
-        clauses = ", ".join(f"{_listed(names)} {WORDS[str(state)][len(names) > 1]}" for state, names in groups.items())
+        clauses = ", ".join(
+            f"{join_words(names)} {WORDS[str(state)][len(names) > 1]}" for state, names in groups.items()
+        )
         yield (
             f"{NOT_EQUAL}: {clauses}; with momentum, Adam or a schedule and short visits this alone can decide which is "
             f"better. {REMEDY}."
@@ -91,7 +95,9 @@ def weightings(weighting_by_method: Mapping[str, str | None]) -> Iterator[str]:
     """Give a sentence if methods that average weight the clients differently."""
     groups = _groups({method: weighting for method, weighting in weighting_by_method.items() if weighting is not None})
     if len(groups) > 1:
-        clauses = "; ".join(f"{_weighting(str(weighting))} in {_listed(names)}" for weighting, names in groups.items())
+        clauses = "; ".join(
+            f"{_weighting(str(weighting))} in {join_words(names)}" for weighting, names in groups.items()
+        )
         yield f"{NOT_EQUAL}: clients weigh {clauses}. Where a method has the option weighting, set the same on all."
 
 
@@ -106,7 +112,3 @@ def _groups(values: Mapping[str, Any]) -> dict[Any, list[str]]:
     for method, value in values.items():
         groups.setdefault(value, []).append(method)
     return groups
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
