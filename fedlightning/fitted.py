@@ -117,7 +117,7 @@ class FittedFederation:
                 "the new clients' sites take part from the start, kept out of training by held_out."
             )
 
-        def engine_of(blueprint: Blueprint) -> Engine:
+        def make_engine(blueprint: Blueprint) -> Engine:
             runner = old.runner.beside(blueprint) if data is None else ClientRuntime(blueprint, data)
             if data is not None and old.statistics is not None:
                 runner.agree(old.statistics["totals"])
@@ -125,9 +125,9 @@ class FittedFederation:
             engine.attempts.server = server
             return engine
 
-        engine, placing = engine_of(blueprint_of_visits(server.blueprint, epochs)), None
+        engine, placing = make_engine(blueprint_of_visits(server.blueprint, epochs)), None
         if placing_callback(server) is not None:
-            placing = engine_of(blueprint_of_placing(server.blueprint))
+            placing = make_engine(blueprint_of_placing(server.blueprint))
         onboarding = Onboarding(server, engine, epochs, placing)
         with nullcontext() if folder is None else only_writer(folder.path), engine.at_work(), preserved():
             with nullcontext() if placing is None else placing.at_work():
