@@ -46,7 +46,7 @@ SHARE = 1 / 20
 """Standard deviation of the count's noise over the expected number of participants, as the authors have it."""
 
 
-FEW = 100
+FEW_CLIENTS = 100
 """Clients below which the noise drowns what they learn, in most settings."""
 
 
@@ -304,7 +304,7 @@ class ClientDP(ClientSelection, Private):
         checks.refuse_other_sum(setup, self._in_sum(setup.run.max_rounds) if self.shares else None)
         count = len(setup.run.clients)
         self.warn_of_few(setup, count, "clients")
-        if count < FEW:
+        if count < FEW_CLIENTS:
             setup.warn(
                 f"ClientDP hides one of {count} clients: the noise that this takes is as large as what they have learnt "
                 "together, in most settings. It is made for hundreds of clients and more."

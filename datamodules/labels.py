@@ -15,7 +15,7 @@ from fedlightning.datamodules.views import ArrayDataset, IndexView
 
 _ATTRIBUTES = ("targets", "labels")
 LABEL_KEYS = ("label", "labels", "y", "target", "targets")
-FEW = 20
+SLIP_SAMPLES = 20
 """Samples from which a class with one of them may be a slip."""
 MOST_FLOAT_CLASSES = 100
 """Float targets with more different values than this are measurements, even if all of them are whole numbers."""
@@ -146,7 +146,7 @@ def ask_about_one(values: np.ndarray, what: str, where: str, way: str = "") -> N
     """Warn of a class or client that one of many samples has."""
     names, counts = np.unique(values, return_counts=True)
     alone = names[counts == 1].tolist()
-    if alone and len(values) >= FEW:
+    if alone and len(values) >= SLIP_SAMPLES:
         more = f", and so have {len(alone) - 1} more" if alone[1:] else ""
         rank_zero_warn(
             f"{where}: {what} {alone[0]!r} has one of {len(values)} samples{more}. If that is a slip, correct it{way}.",

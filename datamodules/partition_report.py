@@ -350,7 +350,7 @@ def _hash(sample: Any) -> bytes | None:
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FEWEST = 20
+MIN_VALUES = 20
 """Fewest values of a client whose 5 % and 95 % quantiles are given: of fewer these would be nearly its extremes."""
 MOST_LEVELS = 10
 """Columns with at most so many different values are compared as categories, numbers too."""
@@ -455,7 +455,7 @@ def _compared(groups: list[list[str]], numbers: bool) -> tuple[str, float | None
 def _quantiles(cells: list[str]) -> dict[str, float | None]:
     values = np.array(cells, dtype=np.float64)
     shares = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
-    few = {"q05", "q95"} if len(values) < FEWEST else set()
+    few = {"q05", "q95"} if len(values) < MIN_VALUES else set()
     return {
         name: None if name in few or not len(values) else float(np.quantile(values, q)) for name, q in shares.items()
     }

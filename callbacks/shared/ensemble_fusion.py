@@ -45,7 +45,7 @@ WHOLE_MODELS_ONCE = Need(
     (Change.PARTS, "plan_round", "reduce", "global_module", "shared_names"),
 )
 """Nothing else may make the server's models, or of parts of models."""
-TINY = 1e-30
+MIN_PROBABILITY = 1e-30
 """Least probability of a mean of probabilities: its logarithm must be finite."""
 
 
@@ -198,7 +198,7 @@ class EnsembleFusion(ServerModels):
             elif outputs:
                 total = sum((logits.double() / self.temperature).softmax(1) for logits in outputs) / len(outputs)
                 assert isinstance(total, Tensor)
-                mean = self.temperature * total.clamp_min(TINY).log().float()
+                mean = self.temperature * total.clamp_min(MIN_PROBABILITY).log().float()
             server.state[self.key] = {**server_state, "targets": mean}
         targets: Tensor | None = server.state[self.key]["targets"]
         return targets

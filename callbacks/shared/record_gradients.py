@@ -28,9 +28,9 @@ COARSE = 5e-2
 """The same in bfloat16."""
 ROUNDING = 1e-5
 """By how much less than the bound a clipped gradient is long, so that no rounding takes it beyond."""
-SMALL = 1e-13
+MIN_LENGTH = 1e-13
 """Length of a factor below which single precision loses the squares that it is made of: it counts as so long."""
-PART = 4096
+CHUNK = 4096
 """Numbers whose squares are added up in single precision: of more, the length would come out too short."""
 TRIED = 3
 """Records of a batch whose gradients are compared with those that each has alone."""
@@ -65,7 +65,7 @@ class Samples:
         if self.right is None:
             return left
         right = _lengths(_wide(self.right))
-        product = left.clamp(min=SMALL) * right.clamp(min=SMALL)
+        product = left.clamp(min=MIN_LENGTH) * right.clamp(min=MIN_LENGTH)
         return torch.where(left.maximum(right) > HUGE, math.inf, product)
 
     def total(self, factor: Tensor) -> Tensor:
@@ -90,10 +90,10 @@ def _rows(samples: Tensor) -> Tensor:
 
 def _lengths(rows: Tensor) -> Tensor:
     """Return the lengths of rows, in float64."""
-    whole = rows.shape[1] // PART * PART
+    whole = rows.shape[1] // CHUNK * CHUNK
     if not whole:
         return rows.norm(dim=1).double()
-    parts = rows[:, :whole].unflatten(1, (-1, PART)).norm(dim=2)
+    parts = rows[:, :whole].unflatten(1, (-1, CHUNK)).norm(dim=2)
     return torch.cat([parts, rows[:, whole:].norm(dim=1, keepdim=True)], dim=1).double().norm(dim=1)
 
 

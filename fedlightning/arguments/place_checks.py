@@ -48,7 +48,7 @@ def _check_kinds(arguments: Mapping[str, Any]) -> None:
         )
 
 
-LONGEST = 255
+MAX_NAME_BYTES = 255
 """Bytes of a folder's name that file systems take."""
 
 
@@ -66,10 +66,10 @@ def check_place(name: Any, version: Any, root: Any) -> None:
             f"version={version!r} must be the name of one folder, such as 'seed_1', without separators."
         )
     for what, place in (("name", name), ("version", version or ""), ("default_root_dir", str(root))):
-        if not place.isprintable() or any(len(part.encode()) > LONGEST for part in place.split("/")):
+        if not place.isprintable() or any(len(part.encode()) > MAX_NAME_BYTES for part in place.split("/")):
             raise ConfigurationError(
-                f"{what}={place!r:.80} cannot name a folder: it is longer than {LONGEST} bytes or holds characters that "
-                "cannot be printed, such as line breaks. Choose a shorter, plain one."
+                f"{what}={place!r:.80} cannot name a folder: it is longer than {MAX_NAME_BYTES} bytes or holds characters "
+                "that cannot be printed, such as line breaks. Choose a shorter, plain one."
             )
 
 

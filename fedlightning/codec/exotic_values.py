@@ -30,7 +30,7 @@ from lightning.fabric.utilities.data import AttributeDict
 from fedlightning.codec.allowed import plain_kind
 from fedlightning.storage.files import read_tensors
 
-MOST = 64
+MAX_EQUAL_HASHES = 64
 """Keys of one container that may have one hash. Texts have secret hashes; numbers, and tuples of them, can be chosen to share
 one. Honest ones hardly ever do (-1 and -2)."""
 MOST_LARGE = 10_000
@@ -59,7 +59,7 @@ class Collisions:
         if type(key) is not str:
             mark = hash(key)
             self._same[mark] = self._same.get(mark, 0) + 1
-            if self._same[mark] > MOST:
+            if self._same[mark] > MAX_EQUAL_HASHES:
                 raise ValueError("keys are made to be slow: too many of them have one hash")
 
 

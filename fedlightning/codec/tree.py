@@ -31,7 +31,7 @@ from fedlightning.storage.files import UnreadableError, replacing, sync
 
 PLAIN = (type(None), bool, float, str, complex, torch.dtype, torch.device, torch.Size)
 """Types that are not code, and that `torch.load(weights_only=True)` gives back as they are; so it does with ints."""
-LONGEST = 2000
+MAX_INT_BITS = 2000
 """Bits of an int that its reader takes."""
 HASHED_THROUGH = (tuple, frozenset, slice)
 """Types whose hash is that of all they hold. In keys they are not shared: one that holds another twice, and that another, and
@@ -112,7 +112,7 @@ class Writer:
     def _tree(self, value: Any) -> Any:
         kind = type(value)
         self.num_bytes += len(value) if kind is str else 8
-        if value is None or kind is bool or (kind is int and value.bit_length() < LONGEST):
+        if value is None or kind is bool or (kind is int and value.bit_length() < MAX_INT_BITS):
             return value
         if kind is str and (self.kinds is not None or not HALF.search(value)):  # whoever reads a message refuses it
             return value

@@ -32,7 +32,7 @@ from fedlightning.sites.flower import certificate_files as files
 from fedlightning.sites.flower import programs
 from fedlightning.sites.flower import reachability as reach
 from fedlightning.sites.link import connected
-from fedlightning.sites.run_quotas import MOST
+from fedlightning.sites.run_quotas import MAX_RUNS
 from fedlightning.sites.server_log import Run, ServerLog, showing
 from fedlightning.sites.site import Site
 from fedlightning.sites.site_log import SiteLog
@@ -40,7 +40,7 @@ from fedlightning.sites.status import NAME, printable, stamped
 from fedlightning.storage.files import is_writing_process
 from fedlightning.trainer import FederatedTrainer
 
-AGAIN = 3.0
+RETRY_SECONDS = 3.0
 """Seconds until a site tries again to be let in."""
 LET_IN, FAILED = "SuperNode ID", "Connection attempt failed"
 """What a SuperNode says when it is let in, and when it reaches nobody."""
@@ -62,7 +62,7 @@ class AtSite(CommandLine):
         export: Literal["sites", "server"] = "sites",
         send_texts: bool = False,
         allow_other_code: bool = False,
-        most_runs: int = MOST,
+        most_runs: int = MAX_RUNS,
     ) -> None:
         """Take part in a federation with data that stay here.
 
@@ -175,7 +175,7 @@ def take_part(site: Site, home: Path, server: str, keys: Path | None) -> None:
                 or f"{server} does not let this site in: {reason_of_node}"
                 + (f" It does not know the key {key}." if key else "")
             )
-        time.sleep(AGAIN)
+        time.sleep(RETRY_SECONDS)
 
 
 def run(command: str, words: Sequence[str]) -> int:

@@ -279,7 +279,7 @@ def _unrecognised(where: str, match: re.Match[str], text: str) -> str:
     return f"there is no option '{option}'. {close or 'Options: fedlightning COMMAND --help.'}"
 
 
-LONGEST = 80
+MAX_QUOTED = 80
 """Characters of a value that a sentence quotes."""
 
 
@@ -312,7 +312,7 @@ def _plain_words(line: str) -> str:
 
 def _head(value: str) -> str:
     """Return the beginning of a value: whole configurations hide what is said of them."""
-    return value if len(value) <= LONGEST else f"{value[:LONGEST].rstrip()} ..."
+    return value if len(value) <= MAX_QUOTED else f"{value[:MAX_QUOTED].rstrip()} ..."
 
 
 def _truth_value(match: re.Match[str]) -> str:

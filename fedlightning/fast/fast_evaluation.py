@@ -35,7 +35,7 @@ from fedlightning.fast.log_sheet import FastLoopRefused, LogSheet, Value
 from fedlightning.fast.trainer_view import FastTrainer
 from fedlightning.scores.rows import KIND, Row, Rows
 
-HELD = 50_000
+MAX_ROWS = 50_000
 """Rows above which older ones are left to their file: a megabyte and a half."""
 KEPT = 2
 """Newest parts of them that stay in memory in any case: the last round, and what was scored after it."""
@@ -118,7 +118,7 @@ class RowTable(Rows):
         """Note that the next `count` rows are in a file too, in the bytes `place`; leave old ones there if they are many."""
         self._written.append((count, place))
         old = self._written[:-KEPT]
-        if self.held > HELD and old and sum(count for count, _ in self._written) == self.held:
+        if self.held > MAX_ROWS and old and sum(count for count, _ in self._written) == self.held:
             self.spill(old, read)
             self._written = self._written[-KEPT:]
 
@@ -198,7 +198,7 @@ class RowTable(Rows):
     __hash__ = None  # type: ignore[assignment]
 
 
-SPECIAL = frozenset(
+MODE_HOOKS = frozenset(
     f"on_{name}_{what}" for name in ("validation", "test") for what in ("model_eval", "model_train")
 ) | {"configure_callbacks", "configure_sharded_model", "log"}
 """Methods of a LightningModule that are left to Lightning when a module overrides them."""
@@ -237,7 +237,7 @@ def refusal(module: LightningModule, loader: Any, base: Trainer, testing: bool) 
 
 def module_refusal(module: LightningModule, base: Trainer) -> str | None:
     """Return the part of :func:`refusal` that does not depend on the loader."""
-    special = sorted(of_module(type(module)) & SPECIAL)
+    special = sorted(of_module(type(module)) & MODE_HOOKS)
     if special:
         return f"{type(module).__name__} overrides {special[0]}"
     if set(vars(module)) & {"log", "log_dict", "validation_step", "test_step"}:

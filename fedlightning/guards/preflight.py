@@ -34,7 +34,7 @@ from fedlightning.wrappers import user_class
 if TYPE_CHECKING:
     from fedlightning.server.federation import Federation
 
-FAR = 100
+SIZE_RATIO_LIMIT = 100
 """Times the median of the others' samples from which a claim is told of."""
 WORDS = {POOLED: "pooled data", "clients": "other clients' data"}
 
@@ -94,7 +94,7 @@ class PreflightQuestions:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What callbacks are told in plain values: the those of :data:`~fedlightning.guards.preflight_task.FACTS`."""
+        """What callbacks are told in plain values: those of :data:`~fedlightning.guards.preflight_task.FACTS`."""
         server, settings, loop = self.server, self.blueprint.settings, self.federation.loop
         return {
             "clients": server.clients,
@@ -240,7 +240,7 @@ class PreflightQuestions:
         sizes = {} if self.engine.data_here else self.server.num_samples
         client = max(sizes, key=lambda name: sizes[name], default="")
         others = sorted(size for name, size in sizes.items() if name != client and size)
-        if len(others) > 1 and sizes[client] > FAR * (usual := others[len(others) // 2]):
+        if len(others) > 1 and sizes[client] > SIZE_RATIO_LIMIT * (usual := others[len(others) // 2]):
             share = sizes[client] / sum(sizes.values())
             claim = f"client '{client}' says that it has {sizes[client]} training samples, {share:.1%} of all"
             warn(
@@ -282,13 +282,13 @@ class PreflightQuestions:
     def steps(self) -> None:
         """Run one batch of every step that the run will use, on copies."""
         for module in self.modules.values():
-            _tell_of_compiled(module)
+            _warn_compiled(module)
         if self.federation.sanity_check:
             self._trials.check(self.modules)
             for architecture, names in self._trials.changed.items():
-                self._tell_of_buffers(architecture, names)
+                self._warn_changed_buffers(architecture, names)
 
-    def _tell_of_buffers(self, architecture: str, changed: Sequence[str]) -> None:
+    def _warn_changed_buffers(self, architecture: str, changed: Sequence[str]) -> None:
         """Say how buffers are combined that training changes: counts, or weights that each client takes from its data."""
         server = self.server
         if self.blueprint.settings.float_buffers != "average" or len(server.clients) < 2:
@@ -410,7 +410,7 @@ def refuse_quantized(module: LightningModule) -> None:
             )
 
 
-def _tell_of_compiled(module: LightningModule) -> None:
+def _warn_compiled(module: LightningModule) -> None:
     """Say that compiling takes time, and when: the first batch of training and of evaluation wait for it, without a word."""
     compiled = [path for path, child in module.named_modules() if type(child).__name__ == "OptimizedModule"]
     if compiled:

@@ -19,7 +19,7 @@ from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.seeding import generator
 from fedlightning.trainer import FederatedTrainer
 
-MOST = 4
+MAX_IMAGES = 4
 """Images of a step at most: of larger batches little can be told."""
 KEPT = 3 * 64 * 64
 """Numbers of an image up to which it is kept in the result, for the report."""
@@ -88,8 +88,8 @@ def inversion(
     Raises:
         ValueError: If there are no images, or more than 4 are asked for.
     """
-    if not 1 <= batch <= MOST:
-        raise ValueError(f"{batch} images of a step are asked for. Give 1 to {MOST}.")
+    if not 1 <= batch <= MAX_IMAGES:
+        raise ValueError(f"{batch} images of a step are asked for. Give 1 to {MAX_IMAGES}.")
     server, client = trainer.server, data.client_ids[0] if client is None else client
     if server is None or client not in data.client_ids:
         raise ValueError(f"there is no client '{client}', or no run")

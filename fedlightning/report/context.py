@@ -27,7 +27,7 @@ from fedlightning.study.study import Study
 
 Row = Mapping[str, Any]
 R = TypeVar("R", bound=Row)
-SHORT = 14
+MAX_UNFOLDED_ROWS = 14
 """Tables of up to this many rows are unfolded beside their picture."""
 METHOD = Column("method", "method", "method")
 SEEDS = Column("n_seeds", "seeds", "count", help="runs behind the row")
@@ -239,7 +239,7 @@ class Context:
         keys = {row.get("method") for row in table.rows} | {column.key.removeprefix("@") for column in table.columns}
         lost = [f"{method} is {why}." for method, why in self.diverged.items() if method in keys]
         warning = f"Drawn in part or not at all: {' '.join(lost)}" if lost else ""
-        short = len(pictures) == 1 and len(table.rows) <= SHORT
+        short = len(pictures) == 1 and len(table.rows) <= MAX_UNFOLDED_ROWS
         return Gallery(pictures, table, caption, short if open is None else open, warning, wide)
 
 

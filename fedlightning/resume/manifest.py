@@ -132,7 +132,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-PART = 25
+TAIL_ENTRIES = 25
 """Entries at the end of a list that a manifest holds, at most."""
 HEAD, LAST, TAIL = "file of the first entries", "last of them", "entries after them"
 
@@ -148,9 +148,9 @@ def shortened(tree: Any, folder: Path, before: Any = None) -> Any:
     if isinstance(tree, dict):
         old = before if isinstance(before, dict) and HEAD not in before else {}
         return {name: shortened(value, folder, old.get(name)) for name, value in tree.items()}
-    if not isinstance(tree, list) or len(tree) < 2 * PART:
+    if not isinstance(tree, list) or len(tree) < 2 * TAIL_ENTRIES:
         return tree
-    count = (len(tree) // PART - 1) * PART
+    count = (len(tree) // TAIL_ENTRIES - 1) * TAIL_ENTRIES
     head, last = before if _is_short(before) else {}, json.loads(json.dumps(tree[count - 1]))
     if head.get("entries") == count and head[LAST] == last:
         name = head[HEAD]

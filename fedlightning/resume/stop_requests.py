@@ -28,7 +28,7 @@ ENDINGS = signals("SIGTERM", "SIGHUP")
 
 PATIENCE = 5.0
 """Seconds after a second signal until the process ends, whatever code still runs in it."""
-TOGETHER = 1.0
+SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which two signals are one that was sent to a process and to its group."""
 
 
@@ -83,7 +83,7 @@ class StopRequest:
         the process ends.
         """
         swallowed = self.ending is not None and not _on_its_way(self.ending)
-        if self.ending is not None and (swallowed or time.monotonic() - self.since > TOGETHER):
+        if self.ending is not None and (swallowed or time.monotonic() - self.since > SAME_SIGNAL_SECONDS):
             self._end_soon()
         if self.ending is None or swallowed:
             self.name, self.since = signal.Signals(number).name, time.monotonic()

@@ -19,7 +19,7 @@ from fedlightning.scores.rows import LOCAL, UNSEEN
 STAGES = {"G": "G: server's model", "L1": "L1: as received", "L2": "L2: after local training"}
 _LABEL_COLUMNS = ("checkpoint", "stage", "data")
 _CELL = len("0.0000 ± 0.0000")
-MANY = 200
+MANY_CLIENTS = 200
 """Clients from which on a run is told how to score fewer of them, if scoring takes longer than training."""
 _ORDER = {"latest": 0, "best_global": 1, "best_local": 2}
 _LABELS = {"balanced_accuracy": "balanced acc.", "f1_macro": "macro F1", "auroc": "AUROC"}
@@ -161,7 +161,7 @@ def evaluation_line(summary: Mapping[str, Any]) -> str | None:
         return f"Scored: {count} of {of} clients on test data, {before['clients']} in training and at stage L2."
     if count < of:
         return f"Scored: {count} of {of} clients (evaluation.clients), in {spent:.0f} of the {whole:.0f} s of the run."
-    if of >= MANY and 2 * spent > whole:
+    if of >= MANY_CLIENTS and 2 * spent > whole:
         return (
             f"Scoring all {of} clients took {spent:.0f} of the {whole:.0f} s of the run: evaluation.clients=100 scores 100 "
             "of them, evaluation.every=10 every tenth round."

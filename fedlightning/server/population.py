@@ -20,7 +20,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.storage.files import read_json, readable_json, write_text_atomically, writing
 
 FILE = "statistics.json"
-FEWEST = 3
+MIN_SITES = 3
 """Fewest sites behind a sum: of two, each subtracts its own and has the other's."""
 MOST_WORDS = 100_000
 
@@ -110,10 +110,10 @@ def total(statistics: Mapping[str, Any], site_of: Any = lambda client: client) -
                 givers.setdefault(name, set()).add(site_of(client))
     for name in form:
         count = len(givers.get(name, ()))
-        if count < FEWEST:
+        if count < MIN_SITES:
             raise ConfigurationError(
-                f"'{name.partition(' ')[2]}' has enough values to give at {count} sites; sums take {FEWEST} or more, since "
-                "of two each could subtract its own. Use scale: local, give statistics for the column, or drop it."
+                f"'{name.partition(' ')[2]}' has enough values to give at {count} sites; sums take {MIN_SITES} or more, "
+                "since of two each could subtract its own. Use scale: local, give statistics for the column, or drop it."
             )
     return sums
 

@@ -38,7 +38,7 @@ from fedlightning.scores.rows import Gap, Row
 from fedlightning.sites.connections import SENTENCE
 from fedlightning.sites.run_quotas import is_run
 from fedlightning.sites.status import printable
-from fedlightning.sites.task_window import MOST
+from fedlightning.sites.task_window import MAX_TASKS_AHEAD
 from fedlightning.wire.objects import check_of
 
 FIXED = (
@@ -253,7 +253,8 @@ ENVELOPES: dict[str, dict[str, Rule]] = {
     "turned away": {"why": when(lambda here, value: type(value) is str, "it is a sentence")},
     "tasks": {
         "tasks": when(
-            lambda here, value: isinstance(value, list) and len(value) <= MOST, f"it is a list of at most {MOST}"
+            lambda here, value: isinstance(value, list) and len(value) <= MAX_TASKS_AHEAD,
+            f"it is a list of at most {MAX_TASKS_AHEAD}",
         ),
         "budget": when(
             lambda here, value: isinstance(value, int | float) and 0 <= value < math.inf, "it is a number of seconds"
@@ -270,7 +271,8 @@ ENVELOPES: dict[str, dict[str, Rule]] = {
         ),
         "keep": when(
             lambda here, value: (
-                value is None or (isinstance(value, list) and len(value) <= MOST and all(map(_is_word, value)))
+                value is None
+                or (isinstance(value, list) and len(value) <= MAX_TASKS_AHEAD and all(map(_is_word, value)))
             ),
             "it names the versions of a record that stay",
         ),

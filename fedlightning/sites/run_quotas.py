@@ -21,7 +21,7 @@ from fedlightning.storage.files import sync_folder, writing
 ASKED, MODELS = "asked", "models"
 PARTS = (ASKED, "records", MODELS, "configurations")
 """Folders of a site in which a run has a folder or a file of its name."""
-MOST = 100
+MAX_RUNS = 100
 """Runs in a site's folder, unless the site is told otherwise."""
 DAY = 86400.0
 DAYS = 30

@@ -38,7 +38,7 @@ from fedlightning.server.population import refuse_statistics
 from fedlightning.sites import code_hashes as code
 from fedlightning.sites.agreement import DETAILS, agreement, leaving, own_key, refusal_of_changes, versions
 from fedlightning.sites.message_checks import ENVELOPES, Texts, fault_of_request
-from fedlightning.sites.run_quotas import MOST, RequestCounts, make_room
+from fedlightning.sites.run_quotas import MAX_RUNS, RequestCounts, make_room
 from fedlightning.sites.site_log import SiteLog
 from fedlightning.sites.task_bounds import GREETED, Here, fault, kind_of, out_of_turn
 from fedlightning.storage.files import (
@@ -206,7 +206,7 @@ class Site:
         export: bool = False,
         send_texts: bool = False,
         allow_other_code: bool = False,
-        most_runs: int = MOST,
+        most_runs: int = MAX_RUNS,
     ) -> None:
         self.name = name
         self.log = SiteLog(None, name, say=lambda line: None)

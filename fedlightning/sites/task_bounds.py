@@ -56,9 +56,9 @@ def describe_task(task: Any) -> str:
     return f"{verb} {of_clients(clients)}"
 
 
-A_ROUND = 100
+VISITS_A_ROUND = 100
 """Visits of a client in a round, at most, in a method that plans its rounds."""
-AGAIN = 100
+REPEATS_A_ROUND = 100
 """How often else a client is asked for anything in a round: once or twice, and again after failures and new starts."""
 GREETED = 1000
 """Greetings in a round that begin something new at a site, and questions about its data."""
@@ -185,7 +185,7 @@ def _model(here: Here, value: ServerModel) -> str | None:
 
 
 def _visit_number(here: Here, value: int) -> bool:
-    return value % ROUNDS <= here.last and value // ROUNDS <= (A_ROUND if here.claims("plan_round") else 0)
+    return value % ROUNDS <= here.last and value // ROUNDS <= (VISITS_A_ROUND if here.claims("plan_round") else 0)
 
 
 RULES: dict[type, dict[str, Rule]] = {
@@ -301,4 +301,4 @@ def out_of_turn(here: Here, task: Any, record: ClientRecord) -> str | None:
 def kind_of(here: Here, task: Any) -> tuple[str, int]:
     """Return what a task asks for, and how often a client may be asked for that in a round."""
     what = "training" if isinstance(task, Visit) and task.message.work != 0 else type(task).__name__
-    return what, AGAIN + (A_ROUND if here.claims("plan_round") else 0)
+    return what, REPEATS_A_ROUND + (VISITS_A_ROUND if here.claims("plan_round") else 0)

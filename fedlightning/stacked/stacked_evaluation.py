@@ -257,7 +257,7 @@ Kind = tuple[type, bool, str]
 """A class, whether it is tested (or validated), and whether its models are `own` or `shared`."""
 ALIKE = 1e-2
 """Tolerance, relative and absolute, between the scores of both ways: far above rounding, far below a misreading."""
-HELD = 2**28
+MAX_OUTPUT_BYTES = 2**28
 """Limit of the step outputs that are kept until metrics are updated, in bytes."""
 ARITHMETIC = {"own": 2**23, "shared": 2**26}
 """Floating-point operations of a client's step on a CPU above which stacking costs more than the calls it saves.
@@ -265,7 +265,7 @@ ARITHMETIC = {"own": 2**23, "shared": 2**26}
 With `own` models it reads all their weights at once; with a `shared` one its activations are larger than a cache. Not
 measured in seconds, because a resumed run must decide as before.
 """
-TOGETHER = 2**28
+MAX_OPERATIONS = 2**28
 """Limit of floating-point operations in a step of a stack."""
 REFUSED = frozenset(
     ("setup", "teardown", "configure_model", *TRANSFERS, "on_validation_batch_start", "on_validation_batch_end",
@@ -389,8 +389,8 @@ class StackedEvaluation:
             if not all(map(alike, stacked, alone)):
                 return 0
             if self._runner.blueprint.device.type != "cpu":
-                return TOGETHER
-            return 0 if operations > ARITHMETIC[kind[2]] else TOGETHER // max(operations, 1)
+                return MAX_OPERATIONS
+            return 0 if operations > ARITHMETIC[kind[2]] else MAX_OPERATIONS // max(operations, 1)
         except BaseException as error:
             if not isinstance(error, NotStacked):
                 client_failure(error)
@@ -456,7 +456,7 @@ class StackedEvaluation:
                         outputs = [output.unbind(0) for output in result.outputs]
                         for place, row in enumerate(rows):
                             feeds[row].append((result, outputs, place))
-                if num_bytes > HELD:
+                if num_bytes > MAX_OUTPUT_BYTES:
                     raise NotStacked("metrics are fed with too much")
         return sums, feeds
 

@@ -13,7 +13,7 @@ from fedlightning.study.run_scores import bounded, bounds, mean_of
 from fedlightning.study.score_tables import per_client
 from fedlightning.study.significance import crossed_difference, holm, paired_difference, resampled_difference, wilcoxon
 
-REST = "together, and by chance"
+UNEXPLAINED = "together, and by chance"
 """What sources do not explain alone."""
 
 
@@ -148,4 +148,4 @@ def _components(values: Mapping[int, float], levels: int, sources: Mapping[int, 
         for n, v in values.items()
     ) / (len(values) - 1 - len(sources) * (levels - 1))
     parts = {source: max(0.0, variance(means) - rest / each) for source, means in effects.items()}
-    return parts | {REST: rest}
+    return parts | {UNEXPLAINED: rest}

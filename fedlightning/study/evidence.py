@@ -19,11 +19,11 @@ from fedlightning.study.score_tables import per_client
 
 CHANCE = {"auroc": 0.5, "c_index": 0.5, "r2": 0.0, "cohen_kappa": 0.0}
 """Metric -> what an answer gets that is the same for all samples."""
-STILL = 0.05
+LATE_SHARE = 0.05
 """Share of all that a curve gained which its last quarter gains while training has not converged."""
-SAME = 1e-3
+MIN_DIFFERENCE = 1e-3
 """Mean difference of clients' scores below which nothing can be measured: of shares as it is, of errors relative."""
-TAIL = 0.1
+TAIL_SHARE = 0.1
 """Share of the clients that are the worst tail."""
 
 
@@ -169,7 +169,7 @@ def still_improving(study: StudyData) -> dict[str, float]:
     for method in study.methods:
         shares = [_late_share(study.finished[method, seed].run, study) for seed in study.seeds_of(method)]
         measured = [share for share in shares if share is not None]
-        if measured and len(measured) == len(shares) and min(measured) > STILL:
+        if measured and len(measured) == len(shares) and min(measured) > LATE_SHARE:
             gains[method] = fmean(measured)
     return gains
 
@@ -213,7 +213,7 @@ def _mean_distance(study: StudyData, method: str, other: str) -> tuple[float, fl
     if not pairs:
         return None
     scale = 1.0 if bounds(study.metric, [value for value, _ in pairs])[1] == 1.0 else fmean(abs(v) for _, v in pairs)
-    return fmean(abs(x - y) for x, y in pairs), SAME * scale
+    return fmean(abs(x - y) for x, y in pairs), MIN_DIFFERENCE * scale
 
 
 def negative_transfer(study: StudyData) -> Table:
@@ -235,7 +235,7 @@ def negative_transfer(study: StudyData) -> Table:
         if gains:
             lost = [gain for gain in gains.values() if gain < 0]
             worst = min(gains, key=gains.__getitem__)
-            tail = sorted(gains.values())[: max(1, round(TAIL * len(gains)))]
+            tail = sorted(gains.values())[: max(1, round(TAIL_SHARE * len(gains)))]
             lines.append(
                 {"method": method, "reference": siloed, "lose": len(lost), "clients": len(gains)}
                 | {"mean_loss": mean_of(list(lost)), "tail": fmean(tail), "worst": gains[worst], "client": worst}

@@ -17,7 +17,7 @@ from fedlightning.study.samples import Predicted
 
 SEEN, NEVER = "as a member", "never seen"
 """Whether the site of a line took part in training."""
-FEWEST = 10
+MIN_SAMPLES = 10
 """Fewest samples of a subgroup that has scores; of fewer, the numbers would be of single persons."""
 MOST_CLASSES = 5
 """Up to this many classes each has its curves."""
@@ -84,7 +84,7 @@ def calibrations(study: StudyData) -> Table:
 def subgroups(study: StudyData) -> Table:
     """Return one line for each method, site, column and value of it: how its samples fare at a site never seen.
 
-    A subgroup with fewer than `FEWEST` samples has a line without scores.
+    A subgroup with fewer than `MIN_SAMPLES` samples has a line without scores.
     """
     lines: Table = []
     for method, site, way, predictions in _predictions(study):
@@ -96,7 +96,7 @@ def subgroups(study: StudyData) -> Table:
                 for number in _classes(parts[0]):
                     line = {"method": method, "site": site, "column": column, "value": value or "missing"}
                     scores: dict[str, Any] = {"samples": len(parts[0].labels)}
-                    if min(len(part.labels) for part in parts) >= FEWEST:
+                    if min(len(part.labels) for part in parts) >= MIN_SAMPLES:
                         scores = _mean([calibration(*_pair(part, number)) for part in parts])
                     lines.append(line | {"class": number} | scores)
     return lines

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 VECTORS = ("_u", "_v")
 """Names of the vectors in a spectral norm of torch."""
-MOST = 100
+MAX_ITERATIONS = 100
 """Power iterations until vectors that were worked out anew count as found."""
 
 
@@ -61,7 +61,7 @@ def _work_out(chain: nn.Module, vector: Tensor) -> None:
     """Let a spectral norm iterate, as in training, until its vector stays."""
     mode = chain.training
     chain.train()
-    for _ in range(MOST):
+    for _ in range(MAX_ITERATIONS):
         before = vector.clone()
         chain()
         if float((vector - before).norm()) < 8 * torch.finfo(vector.dtype).eps:

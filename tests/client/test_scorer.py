@@ -68,7 +68,7 @@ def scored(monkeypatch, module, clients=9, one_by_one=False, before_test=lambda:
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if one_by_one:
-            patch.setattr(requests, "LONGEST", 1)
+            patch.setattr(requests, "MAX_WAITING", 1)
         trainer = make_trainer(None, [FedAvg()], max_rounds=1, evaluation=0, **options)
         trainer.fit(module, Points(IIDPartitioner(clients, stratified=False), batch_size=4))
         before_test()

@@ -80,7 +80,7 @@ def tasks(liar):
     "what", ["training", "visits", "scores of a client", "scores of a model", "models", "trials", "checks"]
 )
 def test_whatever_is_asked_has_an_end_that_no_greeting_and_no_new_start_resets(liar, what, monkeypatch):
-    monkeypatch.setattr(bounds, "AGAIN", 8)
+    monkeypatch.setattr(bounds, "REPEATS_A_ROUND", 8)
     task, done = tasks(liar)[what], 0
     for number in range(30):
         if number % 3 == 2:
@@ -111,8 +111,8 @@ def test_a_method_that_plans_its_rounds_trains_more_often(tmp_path):
         for liar in (Liar(tmp_path / "a", MaxFL()), Liar(tmp_path / "b"))
     )
     task = Liar(tmp_path / "c").visit
-    assert bounds.kind_of(planned, task) == ("training", bounds.A_ROUND + bounds.AGAIN)
-    assert bounds.kind_of(plain, task) == ("training", bounds.AGAIN)
+    assert bounds.kind_of(planned, task) == ("training", bounds.VISITS_A_ROUND + bounds.REPEATS_A_ROUND)
+    assert bounds.kind_of(plain, task) == ("training", bounds.REPEATS_A_ROUND)
 
 
 def test_what_cannot_be_counted_is_not_carried_out(tmp_path):
@@ -128,7 +128,7 @@ def test_what_cannot_be_counted_is_not_carried_out(tmp_path):
 def test_invented_runs_do_not_fill_the_disk(tmp_path):
     liar = Liar(tmp_path)
     home, taken = tmp_path / "sites" / "0", 0
-    for number in range(run_quotas.MOST + 10):
+    for number in range(run_quotas.MAX_RUNS + 10):
         reply = liar.greet(run=f"{number:032x}")
         if "answer" in reply:
             taken += 1
@@ -137,13 +137,13 @@ def test_invented_runs_do_not_fill_the_disk(tmp_path):
                 Deploy(replace(liar.visit.message, round=1, visit=1, work=0), write=True), version=first["version"]
             )
     assert (
-        taken == run_quotas.MOST - 1 and len(run_quotas.kept_runs(home)) == run_quotas.MOST
+        taken == run_quotas.MAX_RUNS - 1 and len(run_quotas.kept_runs(home)) == run_quotas.MAX_RUNS
     )  # its first run is one of them
-    for word in (f"keeps {run_quotas.MOST} runs", "--runs", "--prune 30", "--most_runs"):
+    for word in (f"keeps {run_quotas.MAX_RUNS} runs", "--runs", "--prune 30", "--most_runs"):
         assert word in reply["refused"]
     assert "answer" in liar.greet()  # the runs that are there go on
     for part in run_quotas.PARTS:
-        assert len(list((home / part).glob("*"))) <= run_quotas.MOST
+        assert len(list((home / part).glob("*"))) <= run_quotas.MAX_RUNS
 
 
 def test_old_runs_without_models_make_room_and_others_stay(tmp_path):

@@ -150,7 +150,7 @@ def test_personal_modules_that_are_trained_for_the_evaluation() -> None:
 
 # -- what is around the scores -----------------------------------------------------------------------------------------
 def test_metrics_that_would_be_fed_with_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacked_evaluation, "HELD", 100)
+    monkeypatch.setattr(stacked_evaluation, "MAX_OUTPUT_BYTES", 100)
     clients = len(SIZES["val"])
     assert Federation(Metrics()).compare(Evaluate(("val",)), tolerance=0.0) in all_of(clients)
 

@@ -16,7 +16,7 @@ from fedlightning.report.styles import BAD, INK, ON_BRIGHT, ON_DARK, SEQUENTIAL,
 
 NARROW = 4
 """Up to this many methods fit into a map of one column of the page, which a telephone shows whole."""
-MANY = 24
+MAX_NAMED_CLIENTS = 24
 """Up to this many clients are named; more are a row of colour each."""
 Scores = Mapping[str, float | None]
 """Client -> score."""
@@ -32,7 +32,7 @@ def client_map(values: Mapping[str, Scores], gains: bool) -> Figure:
     ends = float(np.nanmin(table)), float(np.nanmax(table))
     most = max(map(abs, ends)) or 1.0
     limits = (-most, most) if gains else ends if ends[0] < ends[1] else (ends[0] - 0.5, ends[1] + 0.5)
-    methods, many = short_names(values, 16), len(clients) > MANY
+    methods, many = short_names(values, 16), len(clients) > MAX_NAMED_CLIENTS
     narrow = len(methods) <= NARROW
     angle = upright(list(methods.values()), 42 if narrow else 115)
     height = (3.4 if many else 0.7 + 0.24 * max(4, len(clients))) + (1.2 if angle else 0.0)
@@ -85,7 +85,7 @@ def strips(values: Mapping[str, Scores], styles: Mapping[str, Style], xlabel: st
         if not len(x):
             no_value(axes, place)
             continue
-        size = 34 if len(x) <= MANY else 14
+        size = 34 if len(x) <= MAX_NAMED_CLIENTS else 14
         axes.scatter(
             x, place + _swarm(x), s=size, marker=styles[method].marker, color=styles[method].colour, alpha=0.75, lw=0
         )
@@ -107,7 +107,7 @@ def heat_map(
     image = _map(axes, table, limits, SEQUENTIAL)
     axes.set_aspect("equal")
     n = len(clients)
-    if n <= MANY:
+    if n <= MAX_NAMED_CLIENTS:
         names = short_names(clients, 12)
         labels = [names[client] for client in clients]
         axes.set_xticks(range(n), labels, rotation=90 if max(map(len, labels)) > 2 else 0, fontsize=9 if n < 14 else 7)

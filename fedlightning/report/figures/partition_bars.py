@@ -10,7 +10,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from fedlightning.report.drawing import clients_below, panel
-from fedlightning.report.figures.client_maps import MANY
+from fedlightning.report.figures.client_maps import MAX_NAMED_CLIENTS
 from fedlightning.report.styles import MUTED, short_names
 
 # Classes are not methods, so they have other colours (Tol's "light" and "muted"); their order in a bar helps, too.
@@ -23,7 +23,7 @@ CLASSES = (
 def partition_bars(clients: Sequence[str], counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
     """Draw stacked bars, one a client, the biggest first if there are too many clients to name."""
     table = np.asarray(counts, dtype=np.int64)
-    many = len(clients) > MANY
+    many = len(clients) > MAX_NAMED_CLIENTS
     order = np.argsort(-table.sum(axis=1), kind="stable") if many else np.arange(len(clients))
     table = table[order]
     figure, axes = panel()

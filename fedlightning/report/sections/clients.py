@@ -14,7 +14,7 @@ from fedlightning.report.figures.client_maps import NARROW, client_map, heat_map
 from fedlightning.report.html import Gallery, Section, Table
 from fedlightning.study.client_failures import site_of
 
-SMALL = 16
+MAX_MATRIX_CLIENTS = 16
 """Up to this many clients, the whole matrix is shown; with more, a summary of each row (and the whole as CSV)."""
 
 
@@ -167,7 +167,7 @@ def _matrix_table(context: Context, matrix_by_method: Mapping[str, Mapping[str, 
             )
     columns = [Column("method", "method", "method"), Column("source", "model of", "text")]
     columns += [Column("own", "own data"), Column("others", "others, mean")]
-    if len(names) <= SMALL:
+    if len(names) <= MAX_MATRIX_CLIENTS:
         columns += [Column(f"on {name}", name, group="on the test data of client") for name in names]
         return context.table("matrix", f"Test {context.metric}: whose model on whose data", columns, rows)
     columns += [Column("lowest", "others, lowest"), Column("highest", "others, highest")]

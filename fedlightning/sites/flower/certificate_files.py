@@ -14,7 +14,7 @@ from fedlightning.storage.files import write_secret
 CA, SERVER, KEY, SITE, SIGN, SIGNED = "ca.pem", "server.pem", "server.key", "site.key", "sign.key", "sign.pub"
 """Files: certificates of the authority and the server, keys of server and site, the key that signs and its public part."""
 DAYS = 825
-HERE = ("127.0.0.1", "localhost")
+LOCAL_NAMES = ("127.0.0.1", "localhost")
 """Names under which `fedlightning serve` reaches its own SuperLink: they are in every server's certificate."""
 
 
@@ -57,7 +57,7 @@ def make(folder: Path, hosts: Sequence[str], sites: Sequence[str]) -> list[Path]
     signing = ed25519.Ed25519PrivateKey.generate()
     plain, pem = serialization.NoEncryption(), serialization.Encoding.PEM
     ca = signed("FedLightning", authority, "FedLightning", authority).public_bytes(pem)
-    names = [_host(host) for host in dict.fromkeys((*hosts, *HERE))]
+    names = [_host(host) for host in dict.fromkeys((*hosts, *LOCAL_NAMES))]
     certificate = signed(hosts[0], server, "FedLightning", authority, names).public_bytes(pem)
     server_folder = folder / "server"
     _write(server_folder / CA, ca)
