@@ -29,8 +29,7 @@ from fedlightning.resume.lock import only_writer
 from fedlightning.resume.stop_requests import Terminated, endings
 from fedlightning.sites.engine import DataElsewhere
 from fedlightning.sites.flower import certificate_files as files
-from fedlightning.sites.flower import programs
-from fedlightning.sites.flower import reachability as reach
+from fedlightning.sites.flower import programs, reachability
 from fedlightning.sites.link import connected
 from fedlightning.sites.run_quotas import MAX_RUNS
 from fedlightning.sites.server_log import Run, ServerLog, showing
@@ -75,7 +74,7 @@ class AtSite(CommandLine):
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules.held_out import exclude_clients
 
-        reach.host_and_port(superlink)
+        reachability.host_and_port(superlink)
         if not files.is_name(name) or name != printable(name, NAME):
             raise InputError(
                 f"name={name!r} is not a name of a site: it is one of a folder, of 1 to {NAME} characters."
@@ -154,18 +153,18 @@ def take_part(site: Site, home: Path, server: str, keys: Path | None) -> None:
             if LET_IN in line:
                 site_log.connection(None)
             elif FAILED in line:
-                site_log.connection(reach.unreachable(server, authority))
+                site_log.connection(reachability.unreachable(server, authority))
         return True
 
     while True:
-        reason = reach.unreachable(server, authority)
+        reason = reachability.unreachable(server, authority)
         if reason is not None:
             site_log.connection(reason)
         else:
             with programs.supernode(home, server, keys, site.name, site_log.refused) as answer_all:
                 answer_all(site.answer, lives)
             lives()
-            reason = reach.unreachable(server, authority)
+            reason = reachability.unreachable(server, authority)
             key = "" if keys is None else f"{keys / files.SITE}, or another process is connected with it"
             reason_of_node = log.reason()
             if reason_of_node is None:  # it was killed
@@ -254,7 +253,7 @@ class Serve(Commands):
                     f"sites={sites}, but {keys / 'sites'} has keys of {len(site_names)}: no other can connect. Give fewer, "
                     "or make certificates for all sites."
                 )
-        if insecure and not reach.is_own(host):
+        if insecure and not reachability.is_own(host):
             warn(
                 f"insecure=True and host={host!r}: whoever reaches port {port} can take part under any name, and reads and "
                 "changes what is sent. Make certificates with `fedlightning certificates`, or listen on 127.0.0.1."
@@ -265,9 +264,9 @@ class Serve(Commands):
                 "the way there and back. A site that is gone would be waited for for ever."
             )
         refuse_taken(home, "the server")
-        reach.check_port(host, port)
+        reachability.check_port(host, port)
         if not insecure:
-            reach.check_certificate(keys, programs.itself(host))
+            reachability.check_certificate(keys, programs.itself(host))
         programs.prepare(home / "flower")
         with (
             only_writer(home),

@@ -29,7 +29,7 @@ from fedlightning.client.probes import TRANSFERS
 from fedlightning.compat.lightning_runs import class_takes_index, detached_copy, to_device, trainer_of, without_warnings
 from fedlightning.datamodules.resident_batches import resident_batches
 from fedlightning.datamodules.sampling import read_for_scores
-from fedlightning.fast import eligibility as fast_refusals
+from fedlightning.fast import eligibility
 from fedlightning.fast.eligibility import Hooks, of_module, per_class
 from fedlightning.fast.log_sheet import FastLoopRefused, LogSheet, Value
 from fedlightning.fast.trainer_view import FastTrainer
@@ -232,7 +232,7 @@ class Listener(Protocol):
 
 def refusal(module: LightningModule, loader: Any, base: Trainer, testing: bool) -> str | None:
     """Return the reason why the Trainer must score `module`, or `None` if there is none."""
-    return module_refusal(module, base) or fast_refusals.find_loader_refusal(loader, names_of(testing).limit(base))
+    return module_refusal(module, base) or eligibility.find_loader_refusal(loader, names_of(testing).limit(base))
 
 
 def module_refusal(module: LightningModule, base: Trainer) -> str | None:
@@ -244,7 +244,7 @@ def module_refusal(module: LightningModule, base: Trainer) -> str | None:
         return f"a method of {type(module).__name__} is set on the instance"
     if not takes_plain_batches(type(module)):
         return f"a step of {type(module).__name__} takes dataloader_iter or dataloader_idx"
-    return fast_refusals.find_run_refusal({"devices": 1}, [], base) or fast_refusals.of_hyperparameters(module)
+    return eligibility.find_run_refusal({"devices": 1}, [], base) or eligibility.of_hyperparameters(module)
 
 
 @per_class
@@ -316,7 +316,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
     def run(self, loader: Any, count: int | None = None) -> dict[str, Value]:
         """Return what the module logs on a loader."""
         if count is None:
-            count = fast_refusals.num_batches(loader, self._names.limit(self._base))
+            count = eligibility.num_batches(loader, self._names.limit(self._base))
         if self._is_open:
             self._log_sheet.restart()
             self._trainer.become(self._new_trainer())
@@ -419,7 +419,7 @@ class FastEvaluator:
         """Return what a module logs, or `None` if only Lightning's Trainer can compute it."""
         kind, trainer = type(module), self._blueprint.trainer
         limit = names_of(testing).limit(trainer)
-        if self._refusal(module) is not None or fast_refusals.find_loader_refusal(loader, limit) is not None:
+        if self._refusal(module) is not None or eligibility.find_loader_refusal(loader, limit) is not None:
             return None
         # The first module of a class is scored on a copy: if it turns out to need the Trainer, its own metrics are unused.
         try:
@@ -455,7 +455,7 @@ class FastEvaluator:
         try:
             with Evaluation(module, trainer, testing, losses.add, self._inference_mode) as evaluation:
                 for place, loader in enumerate(loaders):
-                    if fast_refusals.find_loader_refusal(loader, limit) is not None:
+                    if eligibility.find_loader_refusal(loader, limit) is not None:
                         break
                     start(place)
                     losses.reset()

@@ -32,7 +32,7 @@ from fedlightning.client.probes import TRANSFERS
 from fedlightning.compat.lightning_runs import class_takes_index, without_warnings
 from fedlightning.datamodules.resident_batches import ResidentBatches, resident_batches
 from fedlightning.datamodules.sampling import AddressedSampler
-from fedlightning.fast import eligibility as refusals
+from fedlightning.fast import eligibility
 from fedlightning.fast.eligibility import Hooks
 from fedlightning.fast.log_sheet import FastLoopRefused, LogSheet
 from fedlightning.fast.optimizer_steps import Closure, count_steps, drop_gradients, unrecorded_step
@@ -194,7 +194,7 @@ class FastFitter:
     @cached_property
     def _of_run(self) -> str | None:
         blueprint, settings = self._blueprint, self._blueprint.settings
-        return refusals.find_run_refusal(
+        return eligibility.find_run_refusal(
             settings.trainer_arguments, [*blueprint.callbacks, *settings.callbacks], blueprint.trainer
         )
 
@@ -203,8 +203,8 @@ class FastFitter:
         settings = self._blueprint.settings
         limit = settings.trainer_arguments.get("limit_train_batches")
         # first: what its `configure_callbacks` adds is not the work of the environment
-        of_class = refusals.find_class_refusal(type(module))
-        return of_class or self._of_run or refusals.find_visit_refusal(module, loader, limit)
+        of_class = eligibility.find_class_refusal(type(module))
+        return of_class or self._of_run or eligibility.find_visit_refusal(module, loader, limit)
 
     def fit(self, job: FitJob) -> FastTrainer:
         """Train the client's module in place."""
@@ -222,7 +222,7 @@ class FastFitter:
             precision,
             log_sheet,
             loader=loader,
-            num_batches=refusals.num_batches(loader, base.limit_train_batches),
+            num_batches=eligibility.num_batches(loader, base.limit_train_batches),
             max_epochs=job.limit if in_epochs else -1,
             max_steps=-1 if in_epochs else job.limit,
         )

@@ -16,7 +16,7 @@ from fedlightning.engines.contract import ClientRecords, Engine
 from fedlightning.run.recorder import Recorder
 from fedlightning.scores.rows import LOCAL, Row, of_clients
 from fedlightning.server import evaluation as stage_scores
-from fedlightning.server import population as statistics
+from fedlightning.server import population
 from fedlightning.server.costs import Costs
 from fedlightning.server.loop import Loop, Synchronous, messages
 from fedlightning.server.parts import Parts
@@ -105,7 +105,7 @@ class Federation:
     def begin(self) -> None:
         """Begin a new federation: tell the callbacks and the parts."""
         if self.engine.statistics is not None and self.recorder.run is not None and self.recorder.writes:
-            statistics.keep(self.engine, self.recorder.run.path)
+            population.keep(self.engine, self.recorder.run.path)
         self.server.callbacks.event("on_federation_start", self.server)
         self.parts.tell("on_begin", self)
 

@@ -22,7 +22,7 @@ from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.attempts import WITHOUT, add_site_name
 from fedlightning.engines.contract import Engine, RecordNote, Task
 from fedlightning.errors import ConfigurationError
-from fedlightning.sites import code_hashes as code
+from fedlightning.sites import code_hashes
 from fedlightning.sites.agreement import agreement, digest
 from fedlightning.sites.connections import PING, Connections, Reply
 from fedlightning.sites.link import Link
@@ -144,7 +144,7 @@ class SitesEngine(Engine):
         self.versions = store
         self.connections = Connections(link, self._hello, self._session, lambda: self.attempts.clock())
         self.connections.allow_other_code = allow_other_code
-        self._code = code.of_blueprint(runner.blueprint)
+        self._code = code_hashes.of_blueprint(runner.blueprint)
         self.absent, self._max_share = UnreachableSites(self.connections), max_share
         self.log = log_of_server(link.expected)
         self._sites_expected = link.expected

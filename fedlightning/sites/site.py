@@ -35,7 +35,7 @@ from fedlightning.guards.step_trials import StepTrial
 from fedlightning.privacy.outgoing import make_outgoing_filter
 from fedlightning.resume.config_changes import differences
 from fedlightning.server.population import refuse_statistics
-from fedlightning.sites import code_hashes as code
+from fedlightning.sites import code_hashes
 from fedlightning.sites.agreement import DETAILS, agreement, leaving, own_key, refusal_of_changes, versions
 from fedlightning.sites.message_checks import ENVELOPES, Texts, fault_of_request
 from fedlightning.sites.run_quotas import MAX_RUNS, RequestCounts, make_room
@@ -210,8 +210,9 @@ class Site:
     ) -> None:
         self.name = name
         self.log = SiteLog(None, name, say=lambda line: None)
-        self._code, self._allow_other_code = code.of_blueprint(blueprint), allow_other_code  # now: what was imported
-        self._data_code, self._key = code.digest(code.of_objects([data, *_within(data)])), own_key(folder / "key")
+        self._code = code_hashes.of_blueprint(blueprint)  # now: what was imported
+        self._data_code = code_hashes.digest(code_hashes.of_objects([data, *_within(data)]))
+        self._allow_other_code, self._key = allow_other_code, own_key(folder / "key")
         self.records = Records(folder / "records")
         self.texts = Texts(folder, send_texts)
         self._folder = folder
@@ -340,7 +341,7 @@ class Site:
                 f"the server asks for the models of the clients (export='server'), and site '{self.name}' does not give "
                 "them away. Start the site with --export server to allow it, or the server without."
             )
-        other = code.differences(asked["code"], self._code)
+        other = code_hashes.differences(asked["code"], self._code)
         if other and not self._allow_other_code:
             raise RefusedError(
                 f"the server's code is not that of site '{self.name}': {'; '.join(other[:5])}"
@@ -363,7 +364,7 @@ class Site:
                 )
             runner.agree(asked["statistics"])
         make_room(self._folder, asked["run"], self._most_runs)
-        codes = {"hashes of the code": [code.digest(self._code), self._data_code]}
+        codes = {"hashes of the code": [code_hashes.digest(self._code), self._data_code]}
         changed = refusal_of_changes(
             runner, ours | codes, self._key, self._folder / "configurations" / f"{asked['run']}.json"
         )

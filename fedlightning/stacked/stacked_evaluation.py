@@ -34,7 +34,7 @@ from fedlightning.client.probes import TRANSFERS
 from fedlightning.client.requests import ScoreRequest, Scores, Scoring, finish, score_in_turn, score_one
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.compat.lightning_runs import on_device, without_warnings
-from fedlightning.fast import eligibility as fast_refusals
+from fedlightning.fast import eligibility
 from fedlightning.fast.eligibility import of_module
 from fedlightning.fast.fast_evaluation import refusal
 from fedlightning.fast.log_sheet import scalar
@@ -331,7 +331,7 @@ class StackedEvaluation:
         refused = all(self._decided.get((kind, testing, which)) == 0 for which in whose)
         if refused or not (testing or "validation_step" in steps):
             return None
-        unfit = fast_refusals.find_loader_refusal(request.loader, self._limit(testing)) is not None
+        unfit = eligibility.find_loader_refusal(request.loader, self._limit(testing)) is not None
         if not scored_fast or unfit or not can_iterate_together(request.loader):
             return None
         signature = signatures.get(id(request.module))
@@ -384,7 +384,7 @@ class StackedEvaluation:
             stacked = self._stacked(copies, apart, kind[1], len(copies))
             with FlopCounterMode(display=False) as counter:
                 alone = [score_one(self._runner, member) for member in copies]
-            batches = sum(fast_refusals.num_batches(member.loader, self._limit(kind[1])) for member in members)
+            batches = sum(eligibility.num_batches(member.loader, self._limit(kind[1])) for member in members)
             operations = counter.get_total_flops() // batches
             if not all(map(alike, stacked, alone)):
                 return 0
@@ -411,7 +411,7 @@ class StackedEvaluation:
             models = Models(signatures, device)
             with torch.inference_mode() if mode else torch.no_grad(), without_warnings():
                 sources = [
-                    source_of(member.loader, fast_refusals.num_batches(member.loader, limit), member.seed)
+                    source_of(member.loader, eligibility.num_batches(member.loader, limit), member.seed)
                     for member in members
                 ]
                 sums, feeds = self._steps(models, sources, testing, at_most)
