@@ -136,7 +136,7 @@ def _leave_out(owner: Any, public_set: Another, splits: Mapping[str, Any], optio
     if owner.wanted_statistics is not None:  # the clients' inputs are not known yet
         return
     owner_name = type(owner).__name__
-    rows = {name: _held(split.indices) for name, split in splits.items()}
+    rows = {name: _join_indices(split.indices) for name, split in splits.items()}
     sizes = [(split.dataset, len(rows[name])) for name, split in splits.items()]
     if not all(is_cheap(dataset, count) for dataset, count in [*sizes, (public_set.dataset, len(public_set.dataset))]):
         return
@@ -174,7 +174,7 @@ def _leave_out(owner: Any, public_set: Another, splits: Mapping[str, Any], optio
     )
 
 
-def _held(indices: Sequence[Any]) -> np.ndarray:
+def _join_indices(indices: Sequence[Any]) -> np.ndarray:
     return (
         np.unique(np.concatenate([np.asarray(part, np.int64) for part in indices]))
         if len(indices)

@@ -96,7 +96,7 @@ class EnsembleFusion(ServerModels):
 
     def _trained(self, size: int) -> int:
         """Return how many of the public samples a student trains on."""
-        return size - _held(size, self.validation)
+        return size - _count_held_out(size, self.validation)
 
     def ensemble(self, server: Server) -> list[Member]:
         """Return the ensemble of this round."""
@@ -212,7 +212,7 @@ class EnsembleFusion(ServerModels):
     def ids(self, server: Server) -> tuple[Tensor, Tensor]:
         """Return the positions of public samples to train on and of those to validate on, the same in every round."""
         size = server.training.public_size
-        count = _held(size, self.validation)
+        count = _count_held_out(size, self.validation)
         order = torch.randperm(size, generator=generator(server.seed, self.key, "validation"))
         return order[count:].sort().values, order[:count].sort().values
 
@@ -224,6 +224,6 @@ class EnsembleFusion(ServerModels):
         return float((logits.argmax(1) == labels).double().mean()), logits.shape[1]
 
 
-def _held(size: int, validation: float) -> int:
+def _count_held_out(size: int, validation: float) -> int:
     """Return the number of public samples that are held out."""
     return min(max(1, round(validation * size)), size - 1) if validation else 0

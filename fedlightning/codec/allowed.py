@@ -206,7 +206,7 @@ def look_up(path: Any, trust: Trust = False, called: bool = False) -> Any:
     function or class that only computes: :mod:`fedlightning.codec.allowed` lists them. All else needs `trust`.
     """
     module, name = _parts(path)
-    target = _found(module, name, imported=is_trusted(module, trust) or within(module, IMPORTED))
+    target = _look_up(module, name, imported=is_trusted(module, trust) or within(module, IMPORTED))
     home = getattr(target, "__module__", None) or "torch"  # not the module that has imported it
     if trust is True or (is_trusted(module, trust) and is_trusted(home, trust)):
         return target
@@ -226,7 +226,7 @@ def look_up(path: Any, trust: Trust = False, called: bool = False) -> Any:
 def plain_kind(path: Any, kind: type) -> Any:
     """Return the enum or named tuple that a file names, which is imported already or ours."""
     module, name = _parts(path)
-    cls = _found(module, name, imported=within(module, IMPORTED))
+    cls = _look_up(module, name, imported=within(module, IMPORTED))
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         raise ValueError(f"{path} is no {kind.__name__.lower()}")
     if any("__call__" in vars(base) for base in cls.__mro__):
@@ -241,7 +241,7 @@ def _parts(path: Any) -> tuple[str, str]:
     return module, name
 
 
-def _found(module: str, name: str, imported: bool) -> Any:
+def _look_up(module: str, name: str, imported: bool) -> Any:
     """Return what a module holds under a name, without asking the module's `__getattr__`, which would import more."""
     if imported:
         try:
@@ -303,7 +303,7 @@ def _check_path(text: str, trust: Trust) -> None:
         module, name = ".".join(parts[:cut]), ".".join(parts[cut:])
         if module in sys.modules or within(module, IMPORTED):
             try:
-                target = _found(module, name, imported=True)
+                target = _look_up(module, name, imported=True)
             except ValueError:
                 continue  # there is no such thing: a text that only looks like it
             home = getattr(target, "__module__", None) or "torch"

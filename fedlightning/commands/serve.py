@@ -270,7 +270,7 @@ class Serve(Commands):
         programs.prepare(home / "flower")
         with (
             only_writer(home),
-            _told(ServerLog(home, sites, self._shown, site_names)) as log,
+            _log_end(ServerLog(home, sites, self._shown, site_names)) as log,
             programs.superlink(home, host, port, None if insecure else keys, sites) as link,
             connected(link, export == "server", allow_other_code, max_share),
             showing(log),
@@ -323,7 +323,7 @@ def _is_public(section: Any) -> bool:
 
 
 @contextmanager
-def _told(log: ServerLog) -> Iterator[ServerLog]:
+def _log_end(log: ServerLog) -> Iterator[ServerLog]:
     """Write down in the log how the block has ended."""
     try:
         yield log

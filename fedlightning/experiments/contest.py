@@ -347,7 +347,7 @@ class Contest:
         row: Row = {
             "method": name,
             "setting": league.setting(self.task, self.method),
-            "trials": self._told(short, seed),
+            "trials": self._list_trials(short, seed),
         }
         better = [trial for trial in ranked(list(short.values())) if trial.objective is not None][: league.keep]
         if not better:
@@ -368,7 +368,7 @@ class Contest:
         best = ranked(list(last.values()))[0]
         if best.objective is None:
             return row | {"failed": self._error(last, seed)}
-        row |= {"best": best.values, "finalists": self._told(last, seed)}
+        row |= {"best": best.values, "finalists": self._list_trials(last, seed)}
         tested = {"seeds": best}
         if best.values[ROUNDS] != str(rounds):
             tested["equal_rounds"] = Trial({**best.values, ROUNDS: str(rounds)})
@@ -413,7 +413,7 @@ class Contest:
         errors = (str(entry["error"]) for entry in entries if entry is not None and entry["error"])
         return next(errors, "no trial has a validation loss for every client")
 
-    def _told(self, trials: Mapping[str, Trial], seed: int) -> list[dict[str, Any]]:
+    def _list_trials(self, trials: Mapping[str, Trial], seed: int) -> list[dict[str, Any]]:
         lines = []
         for label, trial in trials.items():
             entry = self.experiment.study.entry(label, seed)

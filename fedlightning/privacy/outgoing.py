@@ -118,11 +118,11 @@ def make_outgoing_filter(blueprint: Blueprint, client: str) -> OutgoingFilter:
     filters: dict[tuple[str, bool], OutgoingFilter] = blueprint.tools.setdefault("leaving", {})
     at = name, client == POOLED
     if at not in filters:
-        filters[at] = _found(blueprint, name, everything=client == POOLED)
+        filters[at] = _find_outgoing(blueprint, name, everything=client == POOLED)
     return filters[at]
 
 
-def _found(blueprint: Blueprint, architecture: str, everything: bool) -> OutgoingFilter:
+def _find_outgoing(blueprint: Blueprint, architecture: str, everything: bool) -> OutgoingFilter:
     module = blueprint.reference(architecture)
     kinds, tied = entry_kinds(module), tied_names(module)
     names = set(kinds)

@@ -88,13 +88,13 @@ def make_page(
         contexts.append(Context(study, look, figures, name if several else "", prefix, 3 if several else 2))
     sections: list[Section] = []
     if several:
-        sections += _kept([statistics.rank_section(Context(contexts[0].study, look, figures), studies)])
+        sections += _drop_empty([statistics.rank_section(Context(contexts[0].study, look, figures), studies)])
     for context, name in zip(contexts, studies, strict=True):
         if several:
             sections.append(Section(f"study-{context.prefix}", name, name, _facts_line(context.study)))
-        sections += _kept(part(context) for part in PARTS)
+        sections += _drop_empty(part(context) for part in PARTS)
         settings = (about or {}).get(name, {})
-        sections += _kept([setting.variance(context), setting.made(context, settings)])
+        sections += _drop_empty([setting.variance(context), setting.made(context, settings)])
     first = next(iter(studies.values()))
     word = _metric_of(first)
     methods = list(dict.fromkeys(method for study in studies.values() for method in study.data.methods))
@@ -188,7 +188,7 @@ def _troubles(context: Context, severity: str) -> list[Trouble]:
     ]
 
 
-def _kept(sections: Iterable[Section | None]) -> list[Section]:
+def _drop_empty(sections: Iterable[Section | None]) -> list[Section]:
     return [section for section in sections if section is not None]
 
 

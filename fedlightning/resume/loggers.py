@@ -210,12 +210,12 @@ class CSVStore(FileStore):
             self._go_on()
 
     @property
-    def _kept(self) -> Path:
+    def _backup(self) -> Path:
         return self.file.with_name("metrics.csv.kept")
 
     def _cut(self, mark: Mark) -> bool:
-        if self._kept.exists():  # a resumed run was killed in `_go_on`
-            os.replace(self._kept, self.file)
+        if self._backup.exists():  # a resumed run was killed in `_go_on`
+            os.replace(self._backup, self.file)
         if mark["lines"] == 0:
             self.file.unlink(missing_ok=True)
             return True
@@ -257,12 +257,12 @@ class CSVStore(FileStore):
             columns = next(csv.reader(file), [])
         if "step" not in columns:  # nothing that a logger has written
             return
-        os.replace(self.file, self._kept)
+        os.replace(self.file, self._backup)
         try:
             with quiet():
                 experiment = self.logger.experiment
         finally:
-            os.replace(self._kept, self.file)
+            os.replace(self._backup, self.file)
         experiment.metrics.clear()  # of an earlier fit with the same logger
         experiment.metrics_keys[:] = columns
 

@@ -62,7 +62,7 @@ def results_table(results: Sequence[Result], split: str = "test", width: int = 8
     groups: dict[tuple[str, str, str], dict[str, Result]] = {}
     for row in rows:
         groups.setdefault((row["checkpoint"], row["stage"], row["data"]), {})[bare(row)] = row
-    order = sorted((key for key in groups if not _said(groups, key)), key=lambda key: (*_rank(key), key[2]))
+    order = sorted((key for key in groups if not _is_repeated(groups, key)), key=lambda key: (*_rank(key), key[2]))
     deployed = next((key for key in reversed(order) if key in DEPLOYED), None)
     label_width = sum(3 + max(len(text), *(len(key[i]) for key in order)) for i, text in enumerate(_LABEL_COLUMNS))
     cell = max((len(_mean_std(row)) for row in rows), default=_CELL)
@@ -82,7 +82,7 @@ def results_table(results: Sequence[Result], split: str = "test", width: int = 8
     return table
 
 
-def _said(groups: Mapping[tuple[str, str, str], Mapping[str, Result]], key: tuple[str, str, str]) -> bool:
+def _is_repeated(groups: Mapping[tuple[str, str, str], Mapping[str, Result]], key: tuple[str, str, str]) -> bool:
     """Return whether the row of all clients' models on the pooled data says no more than that of the server's model."""
     checkpoint, stage, data = key
     server = groups.get((checkpoint, "G", data), {})

@@ -234,13 +234,13 @@ class Federation:
                 "evaluation": summarise_evaluation(self.server),
                 "evaluation_seconds": round(self.costs.evaluation_seconds, 3),
             }
-            | {"terms": summarise_terms(self.server, sorted(self._kept()), self._validations())}
+            | {"terms": summarise_terms(self.server, sorted(self._selected_names()), self._validations())}
             | ({"stopped": self.server.stopped} if self.server.rounds < self.server.max_rounds else {})
             | ({"failures": sort_failures(self.server.failures, self.server.clients)} if self.server.failures else {})
             | self.parts.summary(self)
         )
 
-    def _kept(self) -> set[str]:
+    def _selected_names(self) -> set[str]:
         """Return the names of all selected models, the server's and the clients'."""
         kept = {entry["name"] for entry in self.server.checkpoints.values()}
         return kept | {e["name"] for client in self.store for e in self.store.note(client).checkpoints.values()}
@@ -281,7 +281,7 @@ class Federation:
     def evaluate(self, split: str, checkpoint: str) -> list[Row]:
         """Score the models as they stand, or as callbacks selected them; see `FederatedTrainer.test`."""
         server = self.server
-        kept = self._kept()
+        kept = self._selected_names()
         if checkpoint not in {"latest", "all", *kept}:
             raise ValueError(
                 f"There is no checkpoint '{checkpoint}' in this run; it has {sorted({'latest', *kept})}. "

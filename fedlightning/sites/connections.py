@@ -135,16 +135,16 @@ class Connections:
             for number, request in self._requests.items()
             if request.node in nodes or request.what not in ("hello", "notice")
         }
-        greeted = self._asked("hello")
+        greeted = self._find_unanswered("hello")
         for node in sorted(nodes - set(self._replaced)):
             is_refused = self.refused.get(node, "").startswith(session)
             waits = node in greeted or (is_refused and self.clock() - self._heard.get(node, 0.0) < ANEW)
             if self._greeted.get(node) != session and not waits:
                 self._greeted.pop(node, None)
                 self._post(node, self.hello(), "hello", session)
-        return len(self._asked("hello")) - len(greeted)
+        return len(self._find_unanswered("hello")) - len(greeted)
 
-    def _asked(self, what: str) -> list[str]:
+    def _find_unanswered(self, what: str) -> list[str]:
         """Return the nodes that have not replied to a kind of request yet."""
         return [request.node for request in self._requests.values() if request.what == what]
 
@@ -159,12 +159,12 @@ class Connections:
             if now - self._heard.get(node, now) > LOST:
                 self._drop(node, "ping")
             self._ask(node)
-        for node in set(self._asked("task")):
+        for node in set(self._find_unanswered("task")):
             if now - self._heard.get(node, now) > PING:
                 self._ask(node)
 
     def _ask(self, node: str) -> None:
-        if node not in self._asked("ping") and self.is_ready(node):
+        if node not in self._find_unanswered("ping") and self.is_ready(node):
             self._post(node, {"do": "ping", "session": self.session()}, "ping")
 
     def _drop(self, node: str, what: str) -> list[str]:
@@ -214,7 +214,7 @@ class Connections:
     def tell(self, timeout: float) -> None:
         """Wait until sites that are refused have been told why."""
         ends = self.clock() + timeout
-        while self._asked("notice") and self.clock() < ends:
+        while self._find_unanswered("notice") and self.clock() < ends:
             self.greet()
             self.receive(min(timeout, 1.0))
 

@@ -196,7 +196,7 @@ class SitesEngine(Engine):
         session, weights = self._session(), module_state(self.runner.blueprint.template)
         return {"do": "hello", "session": session, "template": weights, **self._about()}
 
-    def _known(self, session: str) -> DataSummary | None:
+    def _find_summary(self, session: str) -> DataSummary | None:
         return self._merged[1] if self._merged is not None and self._merged[0] == session else None
 
     # -- the data ----------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class SitesEngine(Engine):
         if leave_out:
             return self._merge(self._ask_all({"do": "describe", "leave_out": list(leave_out)}))
         session = self._session()
-        summary = self._known(session)
+        summary = self._find_summary(session)
         if summary is None:
             summary_by_site = self._ask_all(
                 {"do": "describe", "leave_out": []},

@@ -123,18 +123,18 @@ class Texts:
         """Return what leaves instead of a text that one of some errors may have given: the last, if it quotes none."""
         quoted = [error for error in errors if describe_error(error) in text] or errors
         if not quoted:
-            return f"a text that stays at its site ({self._kept(text)})"
+            return f"a text that stays at its site ({self._write_aside(text)})"
         return describe_error(quoted[-1]) if _is_fixed(quoted[-1]) else self._kind(quoted[-1], text)
 
     def _kind(self, error: BaseException, text: str = "") -> str:
         reference = next((name for seen_error, name in self._references if seen_error is error), None)
         if reference is None:
             trace = "".join(traceback.format_exception(error))
-            reference = self._kept(f"{text}\n{trace}" if text else trace)
+            reference = self._write_aside(f"{text}\n{trace}" if text else trace)
             self._references.append((error, reference))
         return f"{_known_kind(error)} ({reference})"
 
-    def _kept(self, text: str) -> str:
+    def _write_aside(self, text: str) -> str:
         """Write a text into the site's own file; return the words that refer to it."""
         reference = uuid.uuid4().hex[:8]
         text = text.encode("utf-8", "backslashreplace").decode()

@@ -224,15 +224,14 @@ class Site:
         self._session: Session | None = None
         self._stages: set[str] = set()
         self._public: dict[str, Any] | None = None
-        self._answers: dict[
-            tuple[str, str], bytes
-        ] = {}  # the last reply to each client: a task that comes again is known
+        # the last reply to each client: a task that comes again is known
+        self._answers: dict[tuple[str, str], bytes] = {}
 
     def answer(self, request: bytes) -> bytes:
         """Carry out a request and return the reply. Whatever goes wrong is a reply too, in a sentence."""
-        return self._said(lambda: self._reply(request))
+        return self._reply_or_refuse(lambda: self._reply(request))
 
-    def _said(self, work: Callable[[], bytes]) -> bytes:
+    def _reply_or_refuse(self, work: Callable[[], bytes]) -> bytes:
         try:
             return work()
         except BaseException as error:  # sys.exit in the user's code, too, ends no site
@@ -265,7 +264,7 @@ class Site:
         if asked["do"] == "describe":
             here = {*session.runner.data.client_ids}  # others are left out where they are
             leave_out = [client for client in asked["leave_out"] if client in here]
-            return write({"answer": self._told(session.runner.describe(leave_out, DETAILS), session)})
+            return write({"answer": self._leave_out_private(session.runner.describe(leave_out, DETAILS), session)})
         return write({"answer": None})
 
     # -- a run -------------------------------------------------------------------------------------------------------
@@ -276,7 +275,7 @@ class Site:
             self.log.joined(self._session.run, self._leaves(self._session.runner))
         session = self._session
         if session.summary is None:
-            session.summary = self._told(session.runner.describe(details=DETAILS), session)
+            session.summary = self._leave_out_private(session.runner.describe(details=DETAILS), session)
         return {
             "answer": {
                 "name": self.name,
@@ -323,7 +322,7 @@ class Site:
         }
         return ", or ".join(outgoing) + "".join(f"; {what}" for what, yes in allowed.items() if yes)
 
-    def _told(self, summary: DataSummary, session: Session) -> DataSummary:
+    def _leave_out_private(self, summary: DataSummary, session: Session) -> DataSummary:
         return leaving(summary, self._key, self._data_code, session.public)
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
@@ -401,7 +400,11 @@ class Site:
         begun, replies = self._clock(), list[bytes]()
         for task in tasks:
             late = self._clock() - begun > budget or sum(map(len, replies)) > REPLY_BYTES
-            done = self._said(partial(self._task, session, task)) if not (replies and late) else write({"unknown": ""})
+            done = (
+                self._reply_or_refuse(partial(self._task, session, task))
+                if not (replies and late)
+                else write({"unknown": ""})
+            )
             replies.append(done)
         return write({"answer": replies})
 

@@ -19,7 +19,7 @@ FILE = "leakage.json"
 
 def leakage(context: Context) -> Section | None:
     """Show membership, whose a sample is, the bound of epsilon and images that were made again."""
-    attacks = _found(context)
+    attacks = _read_attacks(context)
     rows = [_row(method, seed, attack) for (method, seed), attack in attacks.items()]
     columns = [
         METHOD,
@@ -58,7 +58,7 @@ def leakage(context: Context) -> Section | None:
     )
 
 
-def _found(context: Context) -> dict[tuple[str, str], dict[str, Any]]:
+def _read_attacks(context: Context) -> dict[tuple[str, str], dict[str, Any]]:
     """Return what the runs' folders have, by method and seed; a file that holds something else counts as none."""
     attacks = {}
     for (method, seed), attack in context.read_of_runs(FILE).items():
