@@ -46,7 +46,7 @@ SHARE = 1 / 20
 """Standard deviation of the count's noise over the expected number of participants, as the authors have it."""
 
 
-FEW = 100
+FEW_CLIENTS = 100
 """Clients below which the noise drowns what they learn, in most settings."""
 
 
@@ -304,7 +304,7 @@ class ClientDP(ClientSelection, Private):
         checks.refuse_other_sum(setup, self._in_sum(setup.run.max_rounds) if self.shares else None)
         count = len(setup.run.clients)
         self.warn_of_few(setup, count, "clients")
-        if count < FEW:
+        if count < FEW_CLIENTS:
             setup.warn(
                 f"ClientDP hides one of {count} clients: the noise that this takes is as large as what they have learnt "
                 "together, in most settings. It is made for hundreds of clients and more."
@@ -313,7 +313,7 @@ class ClientDP(ClientSelection, Private):
     def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
         """Refuse them if their rounds and what the ledger has exceed `epsilon`."""
         planned = [(dp, rounds) for dp, rounds in runs if isinstance(dp, ClientDP) and dp.ledger == self.ledger]
-        with Ledger(self.ledger, "clients", "").held(None) as before:
+        with Ledger(self.ledger, "clients", "").hold(None) as before:
             steps = [*before, *((dp.noise_for(dp.rate, rounds), dp.rate, rounds) for dp, rounds in planned)]
         if self.ledger is not None:
             self.refuse_beyond(self.epsilon_of(steps), len(planned))
@@ -372,7 +372,7 @@ class ClientDP(ClientSelection, Private):
             ValueError: If this round would exceed it.
         """
         ledger = self._ledger(server)
-        with ledger.held(None) as others:
+        with ledger.hold(None) as others:
             room = self.room_for(others, self._step(server), server.max_rounds)
         if room >= server.max_rounds or server.stopped is not None:
             return
@@ -396,7 +396,7 @@ class ClientDP(ClientSelection, Private):
     def _releases(self, server: Server) -> set[str]:
         """Return the names of the releases of this round, also of what a copy of the run has made: one at most."""
         ledger = self._ledger(server)
-        with ledger.held(None):
+        with ledger.hold(None):
             every = {*(row[-1] for row in releases_in(server.run_dir)), *ledger.releases}
         return {name for name in every if name.startswith(self._place(server))}
 
@@ -497,7 +497,7 @@ class ClientDP(ClientSelection, Private):
         """
         step, rows, ledger = self._step(server), releases_in(server.run_dir), self._ledger(server)
         written = {row[-1] for row in rows}
-        with ledger.held([(*step, 1)], release) as others:
+        with ledger.hold([(*step, 1)], release) as others:
             counted = set(ledger.releases)  # those of a copy of this run, too
             if any(name.startswith(self._place(server)) for name in counted - {release}):
                 raise ValueError(
@@ -521,7 +521,7 @@ class ClientDP(ClientSelection, Private):
     def on_federation_end(self, server: Server) -> None:
         """Say what was spent."""
         ledger = self._ledger(server)
-        with ledger.held(None) as others:
+        with ledger.hold(None) as others:
             spent, insider = self._spent(server, ledger, others)
         if server.run_dir is not None:
             self.say_spent(

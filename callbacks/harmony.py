@@ -323,10 +323,12 @@ class Harmony(Clusters):
         if client.message.tag == ASK:
             update.extras[self.key] = {"present": self._present(client).float()}
         elif client.message.tag == FUSION and client.contributed:
-            there = client.scratch[self.key].tolist()
+            has_modality = client.scratch[self.key].tolist()
             encoders = parts_of(client.module, self.encoders, "encoders")
             start, now = client.state[self.key]["start"], client.entries
-            biases = [bias(start, now, names) for names, has in zip(encoders.values(), there, strict=True) if has]
+            biases = [
+                bias(start, now, names) for names, has in zip(encoders.values(), has_modality, strict=True) if has
+            ]
             update.extras[self.key] = {"bias": torch.stack(biases)}
 
     def _count(self, client: Client, passed_over: int) -> None:

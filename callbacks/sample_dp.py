@@ -413,7 +413,7 @@ class SampleDP(TrainingData, Private):
         Raises:
             ValueError: If not for all of them, and they are needed.
         """
-        with file.held([(*kind, planned)]) as others:
+        with file.hold([(*kind, planned)]) as others:
             room = self.room_for(self._before(history, others), kind, planned)
             if room < planned and all_of_them:
                 since = ", since others of the ledger have spent" if self.ledger is not None and others else ""
@@ -429,7 +429,7 @@ class SampleDP(TrainingData, Private):
         Raises:
             ValueError: If there is no room.
         """
-        with file.held([steps], name) as others:
+        with file.hold([steps], name) as others:
             again = [step for other, taken in file.releases.items() if other != name for step in taken]
             if again and not self.fits([*self._before(history, others), *again, steps]):
                 raise ValueError(
@@ -445,7 +445,7 @@ class SampleDP(TrainingData, Private):
         kept = client.state.get(self.key, {})
         if not kept.get("history") or client.message.work == 0:
             return
-        with self._file(client.id, client.folder).held(None) as every:
+        with self._file(client.id, client.folder).hold(None) as every:
             before = self._before(kept["history"], every)
         left = self.fits([*before, *kept["visit"]])
         update.extras[self.key] = {"epsilon": self._as_told(before), "left": torch.tensor(int(left))}
@@ -502,7 +502,7 @@ class SampleDP(TrainingData, Private):
             file = self._file(client, server.blueprint.settings.folder_of(client))
             if file.path is not None and file.path.exists():
                 # Of a damaged file the client has told, and failed.
-                with suppress(ValueError), file.held(None) as every:
+                with suppress(ValueError), file.hold(None) as every:
                     kept["epsilon"][client] = max(float(self._as_told(every)), kept["epsilon"].get(client, 0.0))
         if kept["epsilon"]:
             self._write(server, kept)

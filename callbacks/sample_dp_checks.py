@@ -32,7 +32,7 @@ def count(client: Client, key: str, steps: Sequence[float]) -> None:
     client.state[key] = kept | {"history": added(kept["history"], steps), "visit": visit}
 
 
-FEW = 4
+TRIED_RECORDS = 4
 """Records with which a module is tried."""
 
 
@@ -58,9 +58,9 @@ def try_records(module: LightningModule, trainer: Any, owner: str) -> None:
     """
     loader, convert = trainer.train_dataloader, trainer.precision_plugin.convert_input
     with isolated(0, owner):
-        few = [loader.dataset[place] for place in range(min(FEW, len(loader.dataset)))]
+        few = [loader.dataset[place] for place in range(min(TRIED_RECORDS, len(loader.dataset)))]
     batches = []
-    for records in (few, *([record] for record in few[: FEW - 1])):
+    for records in (few, *([record] for record in few[: TRIED_RECORDS - 1])):
         with isolated(0, owner, "batch"):
             batches.append(probes.move_batch(module, convert(loader.collate_fn(records))))
     refuse_mixed_records(module, batches[0], owner, alone=batches[1:])

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.plans import cut
 from fedlightning.datamodules.public import without_labels
 from fedlightning.datamodules.sampling import preserve_generators
 from fedlightning.datamodules.views import IndexView, Indices, rows_of, samples_at
@@ -99,7 +99,7 @@ def content_hash(dataset: Any, collate: Callable[[Any], Any], most: int = 64) ->
     return looks[0] if all(look == looks[0] for look in looks) else None
 
 
-def look(dataset: Any, samples: int = 4, values: int = 16) -> str | None:
+def hash_samples(dataset: Any, samples: int = 4, values: int = 16) -> str | None:
     """Return a short hash of a few samples of data in memory, to tell other data; `None` if they are elsewhere.
 
     Fractions count to a sixteenth of the largest of them, so that the last bits, which may differ from one machine to
@@ -108,9 +108,9 @@ def look(dataset: Any, samples: int = 4, values: int = 16) -> str | None:
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
-        >>> from fedlightning.datamodules.groups import look
+        >>> from fedlightning.datamodules.groups import hash_samples
         >>> x = torch.linspace(0.1, 0.9, 12).reshape(6, 2)
-        >>> one, other, third = (look(TensorDataset(data)) for data in (x, x * (1 + 1e-6), x + 1.0))
+        >>> one, other, third = (hash_samples(TensorDataset(data)) for data in (x, x * (1 + 1e-6), x + 1.0))
         >>> one == other, one == third
         (True, False)
     """

@@ -40,10 +40,10 @@ def own_generators(value: Any) -> Iterator[tuple[str, Any]]:
         >>> [place for place, _ in own_generators(RandomSampler(range(3), generator=torch.Generator()))]
         ['RandomSampler.generator']
     """
-    yield from _found(value, type(value).__name__, set(), 0)
+    yield from _find_generators(value, type(value).__name__, set(), 0)
 
 
-def _found(value: Any, place: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+def _find_generators(value: Any, place: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
     if id(value) in seen or depth > DEEPEST or isinstance(value, NOT_LOOKED_INTO):
         return
     seen.add(id(value))
@@ -53,10 +53,10 @@ def _found(value: Any, place: str, seen: set[int], depth: int) -> Iterator[tuple
         if len(value) <= MOST_ENTRIES:
             pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
             for key, entry in pairs:
-                yield from _found(entry, f"{place}[{key!r}]", seen, depth + 1)
+                yield from _find_generators(entry, f"{place}[{key!r}]", seen, depth + 1)
     elif isinstance(getattr(value, "__dict__", None), dict):
         for name, entry in vars(value).items():
-            yield from _found(entry, f"{place}.{name}", seen, depth + 1)
+            yield from _find_generators(entry, f"{place}.{name}", seen, depth + 1)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedlightning.callbacks.shared.calibration import (
+    from fedlightning.callbacks.shared.logit_calibration import (
         check_cross_entropy,
         known_labels,
         samples_by_class,

@@ -28,9 +28,9 @@ COARSE = 5e-2
 """The same in bfloat16."""
 ROUNDING = 1e-5
 """By how much less than the bound a clipped gradient is long, so that no rounding takes it beyond."""
-SMALL = 1e-13
+MIN_LENGTH = 1e-13
 """Length of a factor below which single precision loses the squares that it is made of: it counts as so long."""
-PART = 4096
+CHUNK = 4096
 """Numbers whose squares are added up in single precision: of more, the length would come out too short."""
 TRIED = 3
 """Records of a batch whose gradients are compared with those that each has alone."""
@@ -65,7 +65,7 @@ class Samples:
         if self.right is None:
             return left
         right = _lengths(_wide(self.right))
-        product = left.clamp(min=SMALL) * right.clamp(min=SMALL)
+        product = left.clamp(min=MIN_LENGTH) * right.clamp(min=MIN_LENGTH)
         return torch.where(left.maximum(right) > HUGE, math.inf, product)
 
     def total(self, factor: Tensor) -> Tensor:
@@ -90,10 +90,10 @@ def _rows(samples: Tensor) -> Tensor:
 
 def _lengths(rows: Tensor) -> Tensor:
     """Return the lengths of rows, in float64."""
-    whole = rows.shape[1] // PART * PART
+    whole = rows.shape[1] // CHUNK * CHUNK
     if not whole:
         return rows.norm(dim=1).double()
-    parts = rows[:, :whole].unflatten(1, (-1, PART)).norm(dim=2)
+    parts = rows[:, :whole].unflatten(1, (-1, CHUNK)).norm(dim=2)
     return torch.cat([parts, rows[:, whole:].norm(dim=1, keepdim=True)], dim=1).double().norm(dim=1)
 
 
@@ -127,8 +127,8 @@ class RecordGradients:
         self._owners: np.ndarray | None = None
         self._place = (0, 0)  # epoch and batch: after a resume in the middle of an epoch batch_idx says something else
         self._looked_at: set[int] = set()
-        self._tried = -1  # the last epoch of which a batch was tried
-        self._left, self._before = began or all_of(self.module)  # the first is what the last step has left
+        self._tried_epoch = -1  # the last epoch of which a batch was tried
+        self._after_step, self._before = began or all_of(self.module)  # the first is what the last step has left
         self._hooks = hooks_on(self.module)
         self._released = hashlib.sha256()
 
@@ -170,9 +170,9 @@ class RecordGradients:
         epoch, place = self._place
         coins = uniform(self.secret, f"{self.address}|tried in epoch {epoch}", 2)
         first = coins[0] * min(self.sampler.batches, self.room)
-        if self._tried == epoch or place <= first or self.size < 2 or coins[1] > share:
+        if self._tried_epoch == epoch or place <= first or self.size < 2 or coins[1] > share:
             return
-        self._tried = epoch
+        self._tried_epoch = epoch
         self.close()  # a module with hooks cannot be copied
         refuse_mixed_records(self.module, batch, owner, trainer=self.module.trainer)
         self._hooks = hooks_on(self.module)
@@ -183,7 +183,7 @@ class RecordGradients:
         Raises:
             ValueError: If a step went past Lightning's hooks.
         """
-        self._left = trained_by(self.module)
+        self._after_step = trained_by(self.module)
         if self._due:
             raise ValueError(
                 f"A batch ended without the step that is covered with noise: optimizer_step of {type(self.module).__name__} "
@@ -196,7 +196,7 @@ class RecordGradients:
         Raises:
             ValueError: With the name of one.
         """
-        moved = (name for name, now, before in self._left if not torch.equal(now, before.to(now.device)))
+        moved = (name for name, now, before in self._after_step if not torch.equal(now, before.to(now.device)))
         if name := next(moved, None):
             raise ValueError(
                 f"'{name}' has moved without a step of the optimizer, and noise covers steps only: a hook of "

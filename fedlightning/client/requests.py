@@ -241,7 +241,7 @@ def score_in_turn(runner: ClientRuntime, scoring: Scoring[Answer]) -> Answer:
     return finish(scoring, scores_in_turn)
 
 
-LONGEST = 128
+MAX_WAITING = 128
 """Requests of one model that wait for one another: their loaders are in memory together."""
 
 
@@ -254,7 +254,7 @@ def _series(requests: Iterable[ScoreRequest]) -> Iterator[list[ScoreRequest]]:
             yield series
             series = []
         series.append(request)
-        if not light or len(series) == LONGEST:
+        if not light or len(series) == MAX_WAITING:
             yield series
             series = []
     if series:

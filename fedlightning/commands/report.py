@@ -14,10 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedlightning.commands.json_output import print_json
-from fedlightning.commands.study import Parser
+from fedlightning.commands.study_options import Parser
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.compat.rich_tables import print_whole
-from fedlightning.config.errors import InputError, explain
+from fedlightning.config.input_errors import InputError, explain
 from fedlightning.experiments.children import ChildCrash, call
 from fedlightning.study.columns import interval_text
 
@@ -58,7 +58,7 @@ def parser() -> Parser:
 def report(words: Sequence[str]) -> int:
     """Carry out the command and return its exit code."""
     from fedlightning.report.build import build_report
-    from fedlightning.study.runs import STUDY_FILE, load_study, read_study_file, runs_below
+    from fedlightning.study.finished_runs import STUDY_FILE, load_study, read_study_file, runs_below
 
     options = parser().parse_args(list(words))
     runs: list[Path] = options.runs
@@ -80,7 +80,7 @@ def report(words: Sequence[str]) -> int:
 
 def overview_of(runs: Sequence[Path], metric: str | None, checkpoint: str) -> dict[str, Any]:
     """Return the fields of `--json` that the runs tell, with the metric that was chosen."""
-    from fedlightning.study.runs import load_study
+    from fedlightning.study.finished_runs import load_study
     from fedlightning.study.study import Study
 
     study = Study(load_study(runs), metric=metric, checkpoint=checkpoint)
@@ -134,8 +134,8 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
     """Print one line a method, and the problems of the runs."""
     from fedlightning.study.columns import GLOBAL, POOLED
     from fedlightning.study.evidence import word_of_best
-    from fedlightning.study.external import sites_of
-    from fedlightning.study.runs import load_study
+    from fedlightning.study.external_validation import sites_of
+    from fedlightning.study.finished_runs import load_study
     from fedlightning.study.study import Study
 
     study = Study(load_study(runs), metric=metric, checkpoint=checkpoint)

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.config.short_forms import expand_words
 from fedlightning.config.value_checks import class_of
 from fedlightning.errors import missing_package
@@ -25,7 +25,7 @@ from fedlightning.experiments.execute import FirstResult, Task
 from fedlightning.experiments.experiment import Experiment, StudyFile
 from fedlightning.experiments.methods import Config, Method, list_callbacks
 from fedlightning.experiments.plan import Plan, Request, make_plans
-from fedlightning.scores.metrics import bare, higher_is_better
+from fedlightning.scores.metric_names import bare, higher_is_better
 from fedlightning.storage.files import write_text_atomically
 from fedlightning.study.columns import GLOBAL, PERSONAL
 
@@ -278,7 +278,7 @@ def objective(folder: Path, metric: str = "loss") -> float | None:
     The models are those that the run would deploy: each client's best on its own validation data if the run kept them,
     else the best global model, else the last model that each client received (stage L1).
     """
-    from fedlightning.study.runs import load_run
+    from fedlightning.study.finished_runs import load_run
 
     run = load_run(folder)
     rows = (run.result(metric, split="val", model=m, checkpoint=c, stage=s) for m, c, s in _DEPLOYED)

@@ -118,11 +118,11 @@ def make_outgoing_filter(blueprint: Blueprint, client: str) -> OutgoingFilter:
     filters: dict[tuple[str, bool], OutgoingFilter] = blueprint.tools.setdefault("leaving", {})
     at = name, client == POOLED
     if at not in filters:
-        filters[at] = _found(blueprint, name, everything=client == POOLED)
+        filters[at] = _find_outgoing(blueprint, name, everything=client == POOLED)
     return filters[at]
 
 
-def _found(blueprint: Blueprint, architecture: str, everything: bool) -> OutgoingFilter:
+def _find_outgoing(blueprint: Blueprint, architecture: str, everything: bool) -> OutgoingFilter:
     module = blueprint.reference(architecture)
     kinds, tied = entry_kinds(module), tied_names(module)
     names = set(kinds)
@@ -160,7 +160,7 @@ class OutgoingReport(Part):
     """Says what leaves clients and how it is covered, where a callback protects them."""
 
     def on_begin(self, federation: Federation) -> None:
-        if sentence := in_words(federation.server.callbacks, federation.server.outgoing):
+        if sentence := describe_coverage(federation.server.callbacks, federation.server.outgoing):
             rank_zero_info(sentence)
 
     def on_restored(self, federation: Federation) -> None:
@@ -247,7 +247,7 @@ def list_coverage(callbacks: CallbackList, items: Sequence[OutgoingItem]) -> lis
     ]
 
 
-def in_words(callbacks: CallbackList, items: Sequence[OutgoingItem]) -> str:
+def describe_coverage(callbacks: CallbackList, items: Sequence[OutgoingItem]) -> str:
     """Return the list in a sentence, for the log; empty where no callback protects clients."""
     by_cover: dict[str, list[str]] = {}
     for item, cover in list_coverage(callbacks, items):

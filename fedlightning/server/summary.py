@@ -15,8 +15,8 @@ from fedlightning.client.data_summary import DataSummary
 from fedlightning.client.fit import have_memory
 from fedlightning.compat.system import peak_memory_mb
 from fedlightning.contract import CallbackList, FederatedCallback
-from fedlightning.datamodules.base import SPLITS
-from fedlightning.engines.base import Engine
+from fedlightning.datamodules.federated_data import SPLITS
+from fedlightning.engines.contract import Engine
 from fedlightning.run.folder import versions
 from fedlightning.server.costs import SPENT
 from fedlightning.server.model_store import describe
@@ -68,7 +68,7 @@ def summarise_terms(server: Server, kept: Sequence[str], validations: int) -> di
         ),
         "weighting": weighting_of(server.callbacks) if server.returned_names() else None,
         "local_steps": server.costs.steps,
-        **{name: server.costs.spent.get(name, 0) for name in SPENT},
+        **{name: server.costs.extra_work.get(name, 0) for name in SPENT},
         "selection": dict.fromkeys(kept, validations),
     }
 

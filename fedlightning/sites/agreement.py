@@ -177,12 +177,14 @@ def held_values(model: nn.Module) -> dict[str, Any]:
         attrs = {name: value for name, value in vars(module).items() if not name.startswith("_")}
         attrs |= {name: value for name, value in module.named_buffers(recurse=False) if f"{place}{name}" not in sent}
         contents |= {
-            f"model.{place}{name} (held)": text for name, value in attrs.items() if (text := _told(value)) is not None
+            f"model.{place}{name} (held)": text
+            for name, value in attrs.items()
+            if (text := _make_comparable(value)) is not None
         }
     return contents
 
 
-def _told(value: Any) -> Any:
+def _make_comparable(value: Any) -> Any:
     """Return a value as it can be compared between machines; `None` if it cannot, or is compared as an option."""
     if isinstance(value, np.ndarray) and value.dtype != object:
         value = torch.from_numpy(np.ascontiguousarray(value)) if value.dtype.kind in "biufc" else value.tolist()

@@ -31,7 +31,7 @@ from torchmetrics import Metric, MetricCollection
 
 from fedlightning.client.evaluator import EvaluationNames, loss_of
 from fedlightning.compat.lightning_runs import attached, class_takes_index
-from fedlightning.datamodules.indexed import on_device, resident_batches
+from fedlightning.datamodules.resident_batches import on_device, resident_batches
 from fedlightning.datamodules.sampling import AddressedSampler, going_on
 from fedlightning.datamodules.views import ArrayDataset, is_plain, rows_of, tensors_of
 from fedlightning.errors import ControlFlow

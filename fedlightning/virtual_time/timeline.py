@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedlightning.server.federation import Federation
 
 FILE = "timeline.csv"
-MOST = 40
+MAX_CLIENTS_SHOWN = 40
 """Clients that a picture shows."""
 
 
@@ -81,7 +81,7 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], rounds: Mapping[int, floa
 
     end = _horizon(rows)
     rows = [row for row in rows if row["began"] < end]
-    clients = sorted({row["client"] for row in rows}, key=lambda name: (len(name), name))[:MOST]
+    clients = sorted({row["client"] for row in rows}, key=lambda name: (len(name), name))[:MAX_CLIENTS_SHOWN]
     height = 0.22 * len(clients) + 2.2
     figure = Figure(figsize=(5.4, height), layout="constrained")
     FigureCanvasAgg(figure)

@@ -74,7 +74,7 @@ def test_two_copies_that_release_one_round_at_the_same_time_do_not_both(tmp_path
     spend = ClientDP._spend
 
     def late(self, server, release):
-        with self._ledger(server).held([(1.0, 1.0, 1)], min(names)):
+        with self._ledger(server).hold([(1.0, 1.0, 1)], min(names)):
             pass  # the copy, since this one has looked
         spend(self, server, release)
 

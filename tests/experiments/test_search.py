@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from fedlightning.cli import main
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.experiments.methods import Method, without_place
 from fedlightning.experiments.plan import make_plan
 from fedlightning.experiments.search import (
@@ -101,7 +101,7 @@ def test_proposals_are_the_same_for_the_same_seed_and_answers():
 # -- the choice --------------------------------------------------------------------------------------------------------
 def write_run(folder: Path, rows: list[tuple[str, str, str, str, float | None, int]], validating: list[str]) -> Path:
     """A finished run's summary of (model, stage, checkpoint, client, value, samples)."""
-    from fedlightning.scores.metrics import summarise
+    from fedlightning.scores.metric_names import summarise
 
     made = [
         Row(1, s, m, c, "local", "val", client, "val_loss", math.nan if v is None else v, n)

@@ -21,10 +21,10 @@ from fedlightning.callbacks import (
 )
 from fedlightning.client.visit import carry_out
 from fedlightning.datamodules import IIDPartitioner, Partitioned
-from fedlightning.engines.base import Evaluate
+from fedlightning.engines.contract import Evaluate
 from fedlightning.options import Evaluation
 from fedlightning.study.baselines import odd_splits
-from fedlightning.study.runs import load_run
+from fedlightning.study.finished_runs import load_run
 from tests.helpers import Toy, federate, make_trainer, samples, toy_data
 from tests.server.test_architectures import data, models
 

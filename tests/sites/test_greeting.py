@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from fedlightning.callbacks import FedMD
 from fedlightning.client.data_summary import DataSummary, _hash
-from fedlightning.datamodules.groups import look
+from fedlightning.datamodules.groups import hash_samples
 from fedlightning.sites.agreement import LEAVES, own_key
 from fedlightning.wire import read, write
 from tests.sites.helpers import SHARES, Line, a_site, at_sites, sites
@@ -97,7 +97,7 @@ def test_a_small_table_is_not_recognised(tmp_path):
 
     def table(values) -> str:
         x = torch.tensor(values, dtype=torch.float32).reshape(-1, 1)
-        return _hash({"site0": look(TensorDataset(x, torch.zeros(len(x))))})
+        return _hash({"site0": hash_samples(TensorDataset(x, torch.zeros(len(x))))})
 
     guesses = {table(values) for values in itertools.product((0, 1), repeat=3)}
     assert len(guesses) > 1

@@ -16,10 +16,10 @@ from fedlightning.report.sections.scores import overview
 from fedlightning.report.sentences import answers
 from fedlightning.report.styles import styles
 from fedlightning.scores.rows import Row
+from fedlightning.study.comparison_files import as_tex
 from fedlightning.study.crossing import marked, setting
 from fedlightning.study.differences import REST, variances
-from fedlightning.study.export import as_tex
-from fedlightning.study.measures import common_metric
+from fedlightning.study.run_scores import common_metric
 from fedlightning.study.study import Study
 from tests.study.folders import CLIENTS, ROUNDS, write_study
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from fedlightning.datamodules.report import PartitionReport
+from fedlightning.datamodules.partition_report import PartitionReport
 from fedlightning.errors import count_of
 from fedlightning.report.cells import Column, number
 from fedlightning.report.context import METHOD, Context
-from fedlightning.report.figures.partition import partition_bars
+from fedlightning.report.figures.partition_bars import partition_bars
 from fedlightning.report.html import Prose, Section
 from fedlightning.study.crossing import setting
 from fedlightning.study.differences import variances
-from fedlightning.study.runs import Run
-from fedlightning.study.scores import class_names
+from fedlightning.study.finished_runs import Run
+from fedlightning.study.score_tables import class_names
 
 _FILE = resources.files("fedlightning.report") / "definitions.toml"
 DEFINITIONS = tuple(tomllib.loads(_FILE.read_text("utf-8")).items())
