@@ -226,7 +226,7 @@ class Server:
         Raises:
             ConfigurationError: If a callback names a client twice, or one that the federation does not have.
         """
-        self.participation.asked = True
+        self.participation.is_requested = True
         owner = self.callbacks.answering(ClientSelection, "participants")
         if owner is not None:
             return self._named(owner.key, list(owner.participants(self)))

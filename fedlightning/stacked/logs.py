@@ -30,7 +30,7 @@ class Column:
         dtype: Type in which values are added up.
 
     Attributes:
-        seen: Whether a client has logged a value, `(clients,)`.
+        is_logged: Whether a client has logged a value, `(clients,)`.
     """
 
     def __init__(self, clients: int, reduction: str, dtype: Any = np.float64) -> None:
