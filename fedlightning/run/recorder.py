@@ -59,7 +59,7 @@ class Recorder:
     rows: Rows = field(default_factory=RowList)
     results: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
-    _known: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)  # addresses that may come again
+    _addresses: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)  # addresses that may come again
     _before: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)
     _newest: int = field(default=0, repr=False)
 
