@@ -21,12 +21,15 @@ STAGE = "L2"
 
 def layers(context: Context) -> Section | None:
     """Show figures over layers of the last round, the thresholds that give each transition, and rank correlations."""
+    paths = {key: scored.run.path for key, scored in context.study.data.finished.items()}
+    if not any(path is not None and (path / "layers.csv").exists() for path in paths.values()):
+        return None  # before callbacks are imported, and with them Lightning
     from fedlightning.callbacks.diagnostics.layers import correlation_rows, read_layers, transition_ranges
 
     order = [row["method"] for row in context.overview]
     tables: dict[tuple[str, int], list[LayerRow]] = {}
-    for method, seed in sorted(context.study.data.finished, key=lambda key: (order.index(key[0]), key[1])):
-        path = context.study.data.finished[method, seed].run.path
+    for method, seed in sorted(paths, key=lambda key: (order.index(key[0]), key[1])):
+        path = paths[method, seed]
         rows = [] if path is None else read_layers(path)
         if any(row.stage == STAGE for row in rows):
             tables[method, seed] = rows
