@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedlightning.run.job_timeline import read_trips
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.finished_runs import Run
 from fedlightning.study.run_scores import mean_of
-from fedlightning.virtual_time.timeline import read_trips
 
 
 def timeline(study: StudyData) -> Table:

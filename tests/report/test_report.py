@@ -7,12 +7,14 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from matplotlib.text import Text
 
+from fedlightning.datamodules import PartitionReport
 from fedlightning.report import build, build_report
 from fedlightning.report.build import make_page
 from fedlightning.report.cells import Column, layout
@@ -22,7 +24,7 @@ from fedlightning.report.figures.curves import curves
 from fedlightning.report.figures.dots import SHAPES
 from fedlightning.report.html import Gallery, breakable, render
 from fedlightning.report.sections import layer_quantities, scores, training
-from fedlightning.report.sections.setting import partition
+from fedlightning.report.sections.setting import partition, total_variation
 from fedlightning.report.sections.statistics import differences, rank_section
 from fedlightning.report.sections.training import lines_of
 from fedlightning.report.sentences import answers
@@ -519,3 +521,17 @@ def test_a_browser_shows_the_page(built, tmp_path, width, dark):
     assert (seen["paper"], seen["ink"]) == (
         ("rgb(20, 24, 29)", "rgb(228, 232, 236)") if dark else ("rgb(255, 255, 255)", "rgb(28, 33, 38)")
     )
+
+
+def test_distances_between_labels_are_those_of_the_partition():
+    counts = np.random.default_rng(0).integers(0, 9, (6, 4)) * np.array([[1], [1], [0], [1], [1], [1]])
+    expected = PartitionReport(list("abcdef"), list("wxyz"), counts).total_variation
+    assert np.array_equal(total_variation(counts), expected, equal_nan=True) and np.isnan(expected[2])
+
+
+def test_a_report_does_not_wait_for_lightning():
+    """Its import takes longer than the report of a few runs."""
+    code = (
+        "import sys, fedlightning.report.build; sys.exit('lightning' in sys.modules or 'torchmetrics' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

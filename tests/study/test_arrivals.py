@@ -14,17 +14,11 @@ from fedlightning.report.context import Context
 from fedlightning.report.html import Page, render
 from fedlightning.report.sections.time import time
 from fedlightning.report.styles import styles
+from fedlightning.run.job_timeline import TIMELINE_FILE, read_trips, timeline_figure
 from fedlightning.study.comparison_files import write_comparison
 from fedlightning.study.finished_runs import load_study
 from fedlightning.study.study import Study
-from fedlightning.virtual_time.timeline import (
-    COLUMNS,
-    FILE,
-    append_job_traces,
-    draw_timeline,
-    read_trips,
-    timeline_figure,
-)
+from fedlightning.virtual_time.timeline import COLUMNS, append_job_traces, draw_timeline
 from tests.report.made_up import make_study
 from tests.report.reader import Reader
 
@@ -94,7 +88,7 @@ def test_page_and_files(folder, tmp_path):
 def test_a_round_that_is_done_again_replaces_its_rows(tmp_path):
     append_job_traces(tmp_path, TRIPS[0])
     append_job_traces(tmp_path, TRIPS[1])
-    with (tmp_path / FILE).open("a") as file:
+    with (tmp_path / TIMELINE_FILE).open("a") as file:
         file.write("3,a,1.0")  # cut off
     other = [replace(TRIPS[1][0], client="c")]
     append_job_traces(tmp_path, other)
@@ -119,6 +113,6 @@ def test_the_picture_shows_clients_and_staleness(tmp_path):
 
 
 def test_a_damaged_file_is_no_timeline(folder):
-    (folder / "runs/run_1/seed_0" / FILE).write_text("round,client\n1,a\n")
+    (folder / "runs/run_1/seed_0" / TIMELINE_FILE).write_text("round,client\n1,a\n")
     (line,) = Study(load_study([folder])).timeline()
     assert line["n_seeds"] == 1
