@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -253,10 +253,6 @@ class Harmony(Clusters):
             allowed = set(self.fusion(server.module, message.state))
             message.state = {name: value for name, value in message.state.items() if name in allowed}
         message.state = {**message.state, **select(fusion, set(fusion) & set(message.state))}
-
-    def memberships(self, server: Server) -> Mapping[str, Mapping[str, float]]:
-        """Return the cluster of every client of stage 2."""
-        return {client: {cluster: 1.0} for client, cluster in server.state[self.key]["clusters"].items()}
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the averaged model where there is one modality; of several there is no model for all."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,13 +18,11 @@ from torch.nn import (
 )
 
 from fedlightning.algorithm import (
-    GLOBAL,
     Change,
     Facts,
     Need,
     Newcomers,
     Server,
-    ServerModels,
     Setup,
     State,
     Update,
@@ -34,6 +31,7 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.fednova import FedNova
 from fedlightning.callbacks.shared.distillation import NoSinglePublicSample, PublicLogits, kl, logits_of
 from fedlightning.callbacks.shared.representations import labels_of
+from fedlightning.callbacks.shared.server_models import ModelPerArchitecture
 from fedlightning.tensors import clone, module_state
 
 Member = tuple[str, State]
@@ -49,7 +47,7 @@ MIN_PROBABILITY = 1e-30
 """Least probability of a mean of probabilities: its logarithm must be finite."""
 
 
-class EnsembleFusion(ServerModels):
+class EnsembleFusion(ModelPerArchitecture):
     """Base of methods in which the server distils an ensemble of the returned models into their mean.
 
     The server keeps one model for each architecture that clients have, under the architecture's name; that of the global
@@ -82,7 +80,7 @@ class EnsembleFusion(ServerModels):
                 ),
             ],
             mixes_architectures=True,
-            newcomers=Newcomers(join=self._make_models),
+            newcomers=Newcomers(join=self.make_models),
         )
 
     @property
@@ -123,29 +121,7 @@ class EnsembleFusion(ServerModels):
                 f"{self.key} fuses a model for each architecture that clients have, and '{server_name}' is the server's "
                 "alone. Leave server=... of ClientModels out."
             )
-        for client in server.held_out:
-            if server.architecture_of(client).name not in names:
-                raise ValueError(
-                    f"{self.key} has no model for the held-out client '{client}': nobody who trains has its architecture "
-                    f"'{server.architecture_of(client).name}'. Assign it another one."
-                )
-        self._make_models(server, server.clients)
-        if server.models.float_buffers == "local":
-            raise ValueError(
-                f"{self.key} makes teachers of whole models, and float_buffers='local' keeps a part of each at its client. "
-                "Use float_buffers='average'."
-            )
-
-    def _make_models(self, server: Server, clients: Sequence[str]) -> None:
-        """Make a model for every architecture that nobody had so far."""
-        for client in clients:
-            if (key := self.model_of(server, client)) not in server.models:
-                server.models.add(key, key)
-
-    def model_of(self, server: Server, client: str) -> str:
-        """Return the model of the client's architecture."""
-        architecture = server.architecture_of(client)
-        return GLOBAL if architecture is server.architecture() else architecture.name
+        self.make_all_models(server)
 
     # -- in a round ----------------------------------------------------------------------------------------------------
     def on_update(self, server: Server, update: Update) -> None:

@@ -438,7 +438,7 @@ class StepTrials:
                 if self._trains_here:
                     monitors = self._step("train", architecture)
                     followed = [("A learning-rate scheduler", name) for name in monitors]
-                    self._refuse_unknown_monitors(followed + self._watching(architecture), architecture)
+                    self._refuse_unknown_monitors(followed + self._watching(), architecture)
                 for split in self.splits:
                     self._step(split, architecture)
         if self.engine.data_here and len(modules) == 1 and _normalises(self.blueprint.template):
@@ -504,7 +504,7 @@ class StepTrials:
         for architecture in self.blueprint.architectures:
             trained = ["train"] if self._trains_here else []
             tried = [(split, False) for split in (*trained, *self.splits)]
-            tried += [("train", True), ("val", True)] if trained and self._watching(architecture) else []
+            tried += [("train", True), ("val", True)] if trained and self._watching() else []
             for split, listen in tried:
                 for client in islice(self._clients(split, architecture), 1):
                     yield StepTrial(client, split, listen)
@@ -519,7 +519,7 @@ class StepTrials:
         return single and arguments.get("strategy", "auto") in ("auto", "single_device")
 
     # -- monitors ------------------------------------------------------------------------------------------------------
-    def _watching(self, architecture: str) -> list[tuple[str, str]]:
+    def _watching(self) -> list[tuple[str, str]]:
         """Return callbacks and what they monitor; none beside a callback of the user's, which may log it and is not tried."""
         callbacks = self.blueprint.settings.callbacks
         if not all(

@@ -136,13 +136,13 @@ def connect(options: Ray, workers: int) -> None:
     _without_messages()
 
 
-def _knock(address: str, seconds: float = 10.0) -> None:
+def _knock(address: str) -> None:
     """Refuse an address where nobody listens: `ray.init` would go on trying for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         return
     try:
-        socket.create_connection((host, int(port)), timeout=seconds).close()
+        socket.create_connection((host, int(port)), timeout=10.0).close()
     except (OSError, OverflowError) as error:
         raise ConfigurationError(
             f"Ray got address={address!r}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or "

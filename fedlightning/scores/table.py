@@ -19,6 +19,8 @@ from fedlightning.scores.rows import LOCAL, UNSEEN
 STAGES = {"G": "G: server's model", "L1": "L1: as received", "L2": "L2: after local training"}
 _LABEL_COLUMNS = ("checkpoint", "stage", "data")
 _CELL = len("0.0000 ± 0.0000")
+MAX_CLIENT_ROWS = 20
+"""Clients that have a row each in the terminal."""
 MANY_CLIENTS = 200
 """Clients from which on a run is told how to score fewer of them, if scoring takes longer than training."""
 _ORDER = {"latest": 0, "best_global": 1, "best_local": 2}
@@ -114,10 +116,8 @@ def client_table(results: Sequence[Result], split: str = "test", width: int = 80
     return table
 
 
-def print_results(
-    results: Sequence[Result], split: str = "test", console: Console | None = None, clients: int = 20
-) -> None:
-    """Print the results of a run, and those of each client if there are at most `clients`."""
+def print_results(results: Sequence[Result], split: str = "test", console: Console | None = None) -> None:
+    """Print the results of a run, and those of each client if there are at most :data:`MAX_CLIENT_ROWS`."""
     console = console or Console()
     if not any(row["split"] == split for row in results):
         console.print(f"There are no results on the '{split}' split.")
@@ -137,7 +137,7 @@ def print_results(
             console.print(f"No room for {listed(left)}; the results have them.", highlight=False)
         ids = {client for row in rows if row["data"] == LOCAL for client in row["per_client"]}
         by_client = client_table(results, split, width=console.width, unseen=unseen)
-        if by_client is not None and 1 < len(ids) <= clients:
+        if by_client is not None and 1 < len(ids) <= MAX_CLIENT_ROWS:
             metric = important_metrics(rows)[0]
             each = "Each unseen client" if unseen else "Each client"
             console.print(f"\n{each} on its own {words}: {_LABELS.get(metric, metric)}", style="bold")

@@ -1,4 +1,4 @@
-"""Who is connected, and requests and replies: :class:`Connections` greets sites, and those again that have forgotten."""
+"""Who is connected, and requests and replies: sites are greeted, and those again that have forgotten."""
 
 from __future__ import annotations
 

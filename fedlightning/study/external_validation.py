@@ -41,12 +41,12 @@ def external(study: StudyData) -> Table:
     return lines
 
 
-def sites_of(study: StudyData, line_of: str = "unseen") -> Table:
+def sites_of(study: StudyData) -> Table:
     """Return one line a method over its held-out sites: lowest and highest score; `member` is of the sites with a score."""
     lines, every = [], external(study)
     for method in dict.fromkeys(line["method"] for line in every):
         own_lines = [line for line in every if line["method"] == method]
-        score_by_site = {line["site"]: line[line_of] for line in own_lines if line[line_of] is not None}
+        score_by_site = {line["site"]: line["unseen"] for line in own_lines if line["unseen"] is not None}
         low, high = (
             (min(score_by_site, key=score_by_site.__getitem__), max(score_by_site, key=score_by_site.__getitem__))
             if score_by_site

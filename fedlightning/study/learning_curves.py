@@ -97,11 +97,9 @@ def curves(study: StudyData, metric: str | None = None) -> Table:
     return lines
 
 
-def seed_curves(
-    study: StudyData, metric: str | None = None
-) -> dict[tuple[str, str, str], list[list[tuple[int, float | None]]]]:
+def seed_curves(study: StudyData) -> dict[tuple[str, str, str], list[list[tuple[int, float | None]]]]:
     """Return (method, stage, data) -> the points of each seed's run: round and mean over clients on validation data."""
-    metric = bare(metric or study.metric)
+    metric = bare(study.metric)
     tracks: dict[tuple[str, str, str], list[list[tuple[int, float | None]]]] = {}
     for method in study.methods:
         for seed in study.seeds_of(method):

@@ -135,13 +135,13 @@ def _brief(value: float) -> str:
     return text.replace("0.", ".", 1) if abs(float(text)) < 1 else text if abs(value) < 10 else f"{value:.2g}"
 
 
-def _swarm(x: np.ndarray, bins: int = 48, reach: float = 0.3) -> np.ndarray:
+def _swarm(x: np.ndarray) -> np.ndarray:
     """Return heights that keep markers of near values apart, from the middle outwards; the same for the same values."""
     span = float(x.max() - x.min()) or 1.0
-    cells = np.floor((x - x.min()) / span * bins).astype(int)
+    cells = np.floor((x - x.min()) / span * 48).astype(int)
     heights = np.zeros(len(x))
     crowd = max(np.bincount(cells).max(), 1)
-    step = min(0.12, 2 * reach / crowd)
+    step = min(0.12, 0.6 / crowd)
     seen: dict[int, int] = {}
     for index in np.argsort(x, kind="stable"):
         count = seen.get(int(cells[index]), 0)
