@@ -77,9 +77,19 @@ CODE = "code"
 """Entry of `splits` that stands for the code of the data module."""
 
 
-def leaving(summary: DataSummary, key: bytes, code: str, public: bool) -> DataSummary:
-    """Return what leaves of a description."""
+def leaving(summary: DataSummary, key: bytes, code: str, public: bool, withheld: bool = False) -> DataSummary:
+    """Return what leaves of a description.
+
+    Args:
+        summary: The description.
+        key: The site's key.
+        code: Hash of the code of the data module.
+        public: Whether the server has public data.
+        withheld: Whether nothing tells of training samples, not even a hash whether they are those of an earlier run.
+    """
     summary = replace(summary, splits={**summary.splits, CODE: code} if summary.splits else {})
+    if withheld:
+        summary = replace(summary, splits={**summary.splits, "train": ""}, content=None)
     changed: dict[str, Any] = {}
     for name in (field.name for field in fields(summary)):
         value, how = getattr(summary, name), LEAVES[name]
