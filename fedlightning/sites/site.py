@@ -323,8 +323,7 @@ class Site:
         return ", or ".join(outgoing) + "".join(f"; {what}" for what, yes in allowed.items() if yes)
 
     def _told(self, summary: DataSummary, session: Session) -> DataSummary:
-        withheld = session.runner.callbacks.withholding("classes") != ""
-        return leaving(summary, self._key, self._data_code, session.public, withheld)
+        return leaving(summary, self._key, self._data_code, session.public, session.runner.callbacks.withheld_splits)
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
         theirs, ours = asked.get("agreement"), agreement(self._blueprint)

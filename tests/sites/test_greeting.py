@@ -72,8 +72,9 @@ def test_a_private_greeting_is_the_same_whatever_is_trained_on(tmp_path, private
         there = sites(tmp_path / "sites", algorithm)
         if run == "two":
             for number, site in there.items():
-                x, y = site._data.whole.data[SHARES[int(number)][0], "train"].tensors
-                x[0], y[0] = x[0] + 1.0, (y[0] + 1) % 3
+                for split in ("train", "val"):
+                    x, y = site._data.whole.data[SHARES[int(number)][0], split].tensors
+                    x[0], y[0] = x[0] + 1.0, (y[0] + 1) % 3
         said.append(read(greetings(Line(there), tmp_path / run, algorithm)[0])["answer"]["data"])
     assert (said[0] == said[1]) is private and set(said[0].splits) == {"train", "val", "test", "code"}
 
