@@ -23,7 +23,6 @@ from fedlightning.algorithm import (
     Message,
     OutgoingItem,
     Promise,
-    Protection,
     Server,
     Setup,
     State,
@@ -158,7 +157,7 @@ OF_UPDATES = (*OF_OPTIONS, "check_update", "denominator")
 
 @some_noise
 @needs(
-    "shares", "where", "they are of clients whose noise together is that of the mean. Leave them out.", value="masked"
+    "shares", "where", "they are of clients whose noise adds up to that of the mean. Leave them out.", value="masked"
 )
 @needs("where", "shares", "that many shares of clients together are the noise of the mean. Give both, or neither.")
 @idle_with("rate", "where", "masked", "a sum shows by its noise how many took part. Leave it out, or take 'server'.")
@@ -257,7 +256,7 @@ class ClientDP(ClientSelection, Private):
     @property
     def facts(self) -> Facts:
         """It bounds one mean of synchronous rounds."""
-        needs = [checks.OF_A_SUM if self.shares else checks.BOUNDED]
+        needs = [checks.OF_SUM if self.shares else checks.BOUNDED]
         return super().facts.extend(changes={Change.ABSENCE}, needs=needs, asynchronous=False)
 
     def claims(self, name: str) -> bool:
@@ -310,13 +309,9 @@ class ClientDP(ClientSelection, Private):
                 "together, in most settings. It is made for hundreds of clients and more."
             )
 
-    def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
-        """Refuse them if their rounds and what the ledger has exceed `epsilon`."""
-        planned = [(dp, rounds) for dp, rounds in runs if isinstance(dp, ClientDP) and dp.ledger == self.ledger]
-        with Ledger(self.ledger, "clients", "").hold(None) as before:
-            steps = [*before, *((dp.noise_for(dp.rate, rounds), dp.rate, rounds) for dp, rounds in planned)]
-        if self.ledger is not None:
-            self.refuse_beyond(self.epsilon_of(steps), len(planned))
+    def planned(self, rounds: int) -> Steps:
+        """Return a release for each round."""
+        return [(self.noise_for(self.rate, rounds), self.rate, rounds)]
 
     def on_federation_start(self, server: Server) -> None:
         """Draw the secret, solve for the noise, and see that a round fits into the budget."""
@@ -333,9 +328,7 @@ class ClientDP(ClientSelection, Private):
         options += [] if self.shares is None else [self.shares, self.noise_for(self.rate, server.max_rounds)]
         if self.key not in server.state:
             if server.round > 0:
-                raise ValueError(
-                    f"{server.round} rounds of this run were without ClientDP, and are not private. Start a new run."
-                )
+                raise ValueError(f"{server.round} rounds were without ClientDP, and are not private. Start a new run.")
             noise = self.noise_for(self.rate, server.max_rounds)
             run_state = {"secret": self.new_secret(), "noise_multiplier": noise, "given": options}
             server.state[self.key] = run_state | {"clip": self.clip, "count": 0.0}

@@ -25,7 +25,6 @@ from fedlightning.algorithm import (
     Facts,
     Need,
     Promise,
-    Protection,
     Server,
     Setup,
     SumCodec,
@@ -37,7 +36,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks import sample_dp_checks as checks
 from fedlightning.callbacks.sample_dp_checks import added, count, patients_of
-from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten, spent_in
+from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
 from fedlightning.callbacks.shared.private_options import Accountant, Clip, Delta, Noise, Private, Scores, some_noise
 from fedlightning.callbacks.shared.record_gradients import Began, RecordGradients, all_of
@@ -227,14 +226,6 @@ class SampleDP(TrainingData, Private):
         checks.refuse_uncovered(self, setup, self.noise_multiplier is None, self.unit)
         least = min((count for count in setup.data.num_samples.values() if count), default=1)
         self.warn_of_few(setup, least, "records of a client")
-
-    def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
-        """Refuse them if the ledger's `epsilon` is spent, or not whole where a run solves for the noise that spends it."""
-        if self.ledger is not None:
-            alike = [dp for dp, _ in runs if isinstance(dp, SampleDP) and dp.ledger == self.ledger]
-            solved = sum(not dp.noise_multiplier for dp in alike)
-            before = max(map(self.epsilon_of, spent_in(self.ledger)), default=0.0)
-            self.refuse_beyond(math.inf if solved + (before > 0) > 1 and solved else before, len(alike))
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse sites without a ledger, which a server could make forget what they have spent."""
@@ -457,16 +448,15 @@ class SampleDP(TrainingData, Private):
     def class_means(self, client: Client, update: Update, vectors: Vectors, classes: int) -> dict[int, Tensor]:
         """Return noisy means of the classes that are there, after writing down what they spend."""
         kept, address = client.state[self.key], f"{client.scratch[self.key]}|means"
-        file = self._file(client.id, client.folder, f"{kept['secret']}|{address}")
-        self._enter(file, kept["history"], (self.means_noise, 1.0), 1, all_of_them=True)
+        history, secret, kind = kept["history"], kept["secret"], (self.means_noise, 1.0)
+        file = self._file(client.id, client.folder, f"{secret}|{address}")
+        self._enter(file, history, kind, 1, all_of_them=True)
         client.withhold_data("")
         exact = sums_by_class(vectors(), classes, self.means_clip)
         client.withhold_data(self.key)
-        self._release(
-            file, kept["history"], (self.means_noise, 1.0, 1), digest_of(f"{kept['secret']}|means", exact)[:24]
-        )
-        count(client, self.key, (self.means_noise, 1.0, 1))
-        client.covered_means = released_means(exact, self.means_clip, self.means_noise, kept["secret"], address)
+        self._release(file, history, (*kind, 1), digest_of(f"{secret}|means", exact)[:24])
+        count(client, self.key, (*kind, 1))
+        client.covered_means = released_means(exact, self.means_clip, self.means_noise, secret, address)
         return client.covered_means
 
     # -- the server ----------------------------------------------------------------------------------------------------

@@ -71,9 +71,7 @@ class Ledger:
             if spent is not None:
                 if release:
                     runs.pop(self.run, None)
-                saved: dict[str, Any] = {
-                    "runs": runs | {f"{self.run} {release}".rstrip(): [list(row) for row in spent]}
-                }
+                saved: dict[str, Any] = {"runs": runs | {f"{self.run} {release}".strip(): [list(row) for row in spent]}}
                 saved |= {"units": self.units or units} if self.units or units else {}
                 write_secret(self.path, f"{json.dumps(saved, indent=1)}\n".encode())
 

@@ -130,7 +130,7 @@ class RecordGradients:
         self._tried_epoch = -1  # the last epoch of which a batch was tried
         self._after_step, self._before = began or all_of(self.module)  # the first is what the last step has left
         self._hooks = hooks_on(self.module)
-        self._released = hashlib.sha256()
+        self._released = hashlib.sha256(self.secret.encode())
 
     @property
     def released(self) -> str:
@@ -281,17 +281,12 @@ def trained_by(module: LightningModule) -> list[tuple[str, nn.Parameter, Tensor]
     return [(name, p, p.detach().clone()) for name, p in module.named_parameters() if p.requires_grad]
 
 
-def held_by(module: LightningModule) -> dict[str, Tensor]:
-    """Return copies of the buffers."""
-    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-
-
 Began = tuple[list[tuple[str, nn.Parameter, Tensor]], dict[str, Tensor]]
 
 
 def all_of(module: LightningModule) -> Began:
-    """Return both."""
-    return trained_by(module), held_by(module)
+    """Return what trains, and copies of the buffers."""
+    return trained_by(module), {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
 
 def refuse_changed(module: LightningModule, before: dict[str, Tensor]) -> None:
@@ -328,13 +323,11 @@ def hooks_on(module: LightningModule) -> Any:
         problems = ModuleValidator.validate(module, strict=False)
     finally:
         module.training = was_training
-    renormed = next(
-        (name for name, part in module.named_modules() if getattr(part, "max_norm", None) is not None), None
-    )
-    if renormed is not None:
+    renormed = [name for name, part in module.named_modules() if getattr(part, "max_norm", None) is not None]
+    if renormed:
         raise ValueError(
-            f"'{renormed}' has max_norm: it changes the rows that a batch looks up, which tells who was in it, without noise"
-            ". Leave max_norm out."
+            f"'{renormed[0]}' has max_norm: it changes the rows that a batch looks up, which tells who was in it, without "
+            "noise. Leave max_norm out."
         )
     kernels = _right_for_options(GradSampleHooks.GRAD_SAMPLERS, functorch.ft_compute_per_sample_gradient)
 
@@ -446,7 +439,7 @@ def refuse_mixed_records(
     if trainer is not None:
         tried.trainer = trainer
     trainable = [parameter for parameter in tried.parameters() if parameter.requires_grad]
-    before = held_by(tried)
+    _, before = all_of(tried)
     try:
         with torch.enable_grad(), probes.probing(tried, Precision(), 0, "records"):
             hooks = hooks_on(tried)
@@ -510,9 +503,7 @@ def _samples_of(hooks: Any, parameter: nn.Parameter, records: int) -> Samples:
     """
     grad_sample = getattr(parameter, "grad_sample", None)
     if isinstance(grad_sample, list):
-        raise ValueError(
-            "A step went backward several times. Gradients of single records need one backward pass a step."
-        )
+        raise ValueError("A step went backward several times. Gradients of single records need one backward pass.")
     if grad_sample is not None and len(grad_sample) != records:
         raise ValueError(
             f"A layer has seen {len(grad_sample)} rows in a step of {records} records. Gradients of single records need "

@@ -144,6 +144,12 @@ class CallbackList:
         )
 
     @property
+    def withheld_splits(self) -> list[str]:
+        """The splits of which nothing leaves clients but sizes, not even a hash of who holds which samples."""
+        kinds: dict[str, Kind] = {"train": "classes", "val": "scores"}
+        return [split for split, kind in kinds.items() if self.withholding(kind)]
+
+    @property
     def covers_training(self) -> bool:
         """Whether the noise of what leaves is in what training has left, and in nothing else."""
         return any(callback.covers_training for callback in self.protecting)

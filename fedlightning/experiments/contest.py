@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from fedlightning.config.input_errors import InputError
+from fedlightning.experiments.children import call
 from fedlightning.experiments.execute import Watcher
 from fedlightning.experiments.experiment import Experiment
 from fedlightning.experiments.plan import Request
@@ -32,6 +33,7 @@ from fedlightning.experiments.search import (
     parse_search,
     plan_trials,
     ranked,
+    refuse_private,
     score_trials,
 )
 from fedlightning.experiments.yaml_blocks import Block, Names, read_yaml
@@ -406,6 +408,8 @@ class Contest:
         request = Request([str(self.method.config)], self.cli, [str(self.task.path)], [], options, self.task.vary)
         methods = [plan.methods[0] for plan in plan_trials(request, trials, [*more, "--trainer.logger=false"])]
         tasks = self.experiment.plan(methods, seeds)
+        new = {task.name for task in tasks if not task.resumable}
+        call(refuse_private, [method for method in methods for _ in seeds if method.name in new])
         return not tasks or self.experiment.make(methods, seeds, tasks, self.watchers)
 
     def _error(self, labels: Iterable[str], seed: int) -> str:

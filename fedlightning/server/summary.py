@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -94,7 +94,7 @@ def summary_of(
         "data": describe_data(
             engine.describe(details=("classes", "splits", "public")),
             None if listed is server.clients else listed,
-            server.callbacks.withholding("classes") != "",
+            server.callbacks.withheld_splits,
         ),
         **({"sites": by_site(server.sites, [*server.clients, *server.held_out])} if server.sites else {}),
         "callbacks": callbacks,
@@ -155,21 +155,23 @@ def listed_clients(server: Server, engine: Engine) -> list[str]:
     return [client for client in server.clients if client in engine.store or client in scored]
 
 
-def describe_data(data: DataSummary, clients: Sequence[str] | None = None, withheld: bool = False) -> dict[str, Any]:
+def describe_data(
+    data: DataSummary, clients: Sequence[str] | None = None, withheld: Collection[str] = ()
+) -> dict[str, Any]:
     """Describe who holds what; two runs are on the same split where `splits` agree.
 
     Args:
         data: What is known of the data.
         clients: The clients to describe; `None`: all.
-        withheld: Leave out what would tell of single training samples: their classes, and who holds which.
+        withheld: Splits of which to leave out what would tell of single samples: their classes, and who holds which.
     """
-    splits = SPLITS[1:] if withheld else SPLITS
+    private = "train" in withheld
     return {
         "module": data.module,
         "partition": data.partition_name,
-        "splits": {split: data.splits[split] for split in splits if split in data.splits},
-        **({"class_names": data.class_names} if data.class_names and not withheld else {}),
-        "clients": describe_clients(data, data.client_ids if clients is None else clients, withheld),
+        "splits": {split: data.splits[split] for split in SPLITS if split in data.splits and split not in withheld},
+        **({"class_names": data.class_names} if data.class_names and not private else {}),
+        "clients": describe_clients(data, data.client_ids if clients is None else clients, private),
         **({} if data.planted_groups is None else {"groups": data.planted_groups}),
         **({} if data.public is None else {"public": data.public}),
     }

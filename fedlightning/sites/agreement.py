@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -77,9 +77,19 @@ CODE = "code"
 """Entry of `splits` that stands for the code of the data module."""
 
 
-def leaving(summary: DataSummary, key: bytes, code: str, public: bool) -> DataSummary:
-    """Return what leaves of a description."""
+def leaving(summary: DataSummary, key: bytes, code: str, public: bool, withheld: Collection[str]) -> DataSummary:
+    """Return what leaves of a description.
+
+    Args:
+        summary: The description.
+        key: The site's key.
+        code: Hash of the code of the data module.
+        public: Whether the server has public data.
+        withheld: Splits of which no hash tells whether their samples are those of an earlier run.
+    """
     summary = replace(summary, splits={**summary.splits, CODE: code} if summary.splits else {})
+    if withheld:
+        summary = replace(summary, splits={**summary.splits, **dict.fromkeys(withheld, "")}, content=None)
     changed: dict[str, Any] = {}
     for name in (field.name for field in fields(summary)):
         value, how = getattr(summary, name), LEAVES[name]

@@ -323,7 +323,7 @@ class Site:
         return ", or ".join(outgoing) + "".join(f"; {what}" for what, yes in allowed.items() if yes)
 
     def _leave_out_private(self, summary: DataSummary, session: Session) -> DataSummary:
-        return leaving(summary, self._key, self._data_code, session.public)
+        return leaving(summary, self._key, self._data_code, session.public, session.runner.callbacks.withheld_splits)
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
         theirs, ours = asked.get("agreement"), agreement(self._blueprint)
