@@ -142,7 +142,7 @@ class SampleDP(TrainingData, Private):
     everybody who sees what the client sends: the server too. Everything that a step trains gets the noise, personal layers
     and models as well, since the gradient of what is shared depends on them; a model that trains beside the steps and that
     they never read (`APFL`, `FLDE`) gets none, has no epsilon, and must not leave the client. Values that the module logs in
-    training and scores on validation data stay with the client; numbers of samples count as known; what test scores tell of
+    training and scores on validation data stay with the client; numbers of samples and patients count as known; what test scores tell of
     test records nobody bounds. A person with several records is hidden record by record, unless ``unit="patient"``; one
     with records at several clients spends at each.
 
