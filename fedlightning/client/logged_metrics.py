@@ -306,8 +306,8 @@ def monitors(trainer: Any) -> Iterator[Monitor]:
 
 def missing(trainer: Any) -> list[Monitor]:
     """Return what is monitored but has not been logged."""
-    there = trainer.callback_metrics
-    return [monitor for monitor in monitors(trainer) if monitor.metric not in there]
+    metrics = trainer.callback_metrics
+    return [monitor for monitor in monitors(trainer) if monitor.metric not in metrics]
 
 
 def require(trainer: Any, module: str, validates: bool, error: BaseException | None = None) -> None:
