@@ -81,11 +81,11 @@ def units_in_words(metric: str, target: str | None, statistics: Sequence[float] 
     """
     if metric not in ("rmse", "mae", "mse"):
         return None
-    name, of, squared = metric_label(metric), target or "the target", "squared " if metric == "mse" else ""
+    name, whose, squared = metric_label(metric), target or "the target", "squared " if metric == "mse" else ""
     if statistics is None:
-        return f"{name} is in the {squared}units of {of}."
+        return f"{name} is in the {squared}units of {whose}."
     times = float(statistics[1]) ** (2 if squared else 1)
-    return f"{name} is in {squared}standard deviations of {of}: times {times:g} it is in its own {squared}units."
+    return f"{name} is in {squared}standard deviations of {whose}: times {times:g} it is in its own {squared}units."
 
 
 def bounds_of(modules: Iterable[Any]) -> dict[str, tuple[float, float]]:
