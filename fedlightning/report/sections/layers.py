@@ -46,7 +46,7 @@ def layers(context: Context) -> Section | None:
 
 
 def _over_layers(context: Context, tables: dict[tuple[str, int], list[LayerRow]]) -> Gallery | None:
-    from fedlightning.callbacks.diagnostics.layer_figures import PANELS, layer_numbers
+    from fedlightning.callbacks.diagnostics.layer_figures import layer_numbers
 
     lines: list[dict[str, Any]] = []
     methods = list(dict.fromkeys(method for method, _ in tables))
@@ -60,6 +60,7 @@ def _over_layers(context: Context, tables: dict[tuple[str, int], list[LayerRow]]
                 {
                     "method": method,
                     "quantity": quantity,
+                    "named": _in_words(quantity),
                     "layer_index": index,
                     "layer": layer,
                     "mean": mean,
@@ -73,7 +74,7 @@ def _over_layers(context: Context, tables: dict[tuple[str, int], list[LayerRow]]
             method: [(line["layer_index"], line["mean"], None) for line in of if line["method"] == method]
             for method in methods
         }
-        title = PANELS.get(quantity, quantity).replace("$F_l$", "F")
+        title = of[0]["named"]
         numbers = summary([(f"{line['method']} {line['layer']}", line["mean"]) for line in of])
         pictures.append(
             context.picture(
@@ -88,7 +89,7 @@ def _over_layers(context: Context, tables: dict[tuple[str, int], list[LayerRow]]
         )  # fmt: skip
     columns = [
         METHOD,
-        Column("quantity", "quantity", "text"),
+        Column("named", "quantity", "text"),
         Column("layer_index", "no.", "count"),
         Column("layer", "layer", "text"),
         Column("mean", "mean over clients", "figures"),
@@ -120,9 +121,15 @@ def _correlations(context: Context, rows: Sequence[Row]) -> Table | None:
         Column("groups", "groups", "count", help="(run, round, client)"),
         Column("runs", "runs", "count"),
     ]
-    shown = [dict(row) | {"ci95": [row["low"], row["high"]]} for row in rows]
+    shown = [dict(row) | {"b": _in_words(row["b"]), "ci95": [row["low"], row["high"]]} for row in rows]
     caption = "Do other diagnostics order the layers as sensitivity does? Mean rank correlation, bootstrap interval"
     return context.table("layer-correlations", caption, columns, shown, seeds=False) if rows else None
+
+
+def _in_words(quantity: str) -> str:
+    from fedlightning.callbacks.diagnostics.layer_figures import PANELS
+
+    return PANELS.get(quantity, quantity.replace("_", " ")).replace("$F_l$", "F")
 
 
 def _named(row: Row) -> dict[str, Any]:
