@@ -42,8 +42,11 @@ def leakage(context: Context) -> Section | None:
     ]  # fmt: skip
     if not rows:
         return None
+    several = len(attacks) > 1
     notes = [
-        f"{method}, seed {seed}: {line}" for (method, seed), attack in attacks.items() for line in in_words(attack)
+        f"{method}, seed {seed}: {line}" if several else line
+        for (method, seed), attack in attacks.items()
+        for line in in_words(attack)
     ]
     table = context.table("leakage", "What attacks on the models of a run got", columns, rows, seeds=False)
     return context.section(
