@@ -30,7 +30,7 @@ from fedlightning.datamodules import ByteTokenizer, DirichletPartitioner, TextDa
 from fedlightning.models import HFModule
 from fedlightning.report.build import build_report
 from fedlightning.seeding import generator
-from fedlightning.study.runs import load_study, runs_below
+from fedlightning.study.finished_runs import load_study, runs_below
 from fedlightning.study.study import Study
 
 CLIENTS = 8

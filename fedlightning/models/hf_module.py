@@ -20,7 +20,12 @@ from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range, check_ar
 Pair = tuple[float, float]
 IGNORED = -100
 """Label of a token that is not a target, as in transformers."""
-HERE = {"learning_rate": "lr", "weight_decay": "weight_decay", "adam_epsilon": "eps", "warmup_steps": "warmup"}
+ARGUMENT_BY_FIELD = {
+    "learning_rate": "lr",
+    "weight_decay": "weight_decay",
+    "adam_epsilon": "eps",
+    "warmup_steps": "warmup",
+}
 """Fields of `transformers.TrainingArguments` and the arguments of `HFModule` that mean the same."""
 ELSEWHERE = {
     "num_train_epochs": "FederatedTrainer(local_epochs=...) and max_rounds",
@@ -141,7 +146,7 @@ class HFModule(LightningModule):
         Raises:
             ValueError: If the optimizer or the schedule has no counterpart.
         """
-        arguments = {to: getattr(args, name) for name, to in HERE.items()}
+        arguments = {to: getattr(args, name) for name, to in ARGUMENT_BY_FIELD.items()}
         words = {
             name: str(getattr(getattr(args, name), "value", getattr(args, name)))
             for name in ("optim", "lr_scheduler_type")
@@ -155,7 +160,7 @@ class HFModule(LightningModule):
             arguments["warmup"] = 0.0  # which transformers ignores there
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-        read = {*HERE, *words, "adam_beta1", "adam_beta2", "gradient_checkpointing", "output_dir"}
+        read = {*ARGUMENT_BY_FIELD, *words, "adam_beta1", "adam_beta2", "gradient_checkpointing", "output_dir"}
         other, plain = [], type(args)(output_dir=args.output_dir)  # what nobody has said
         for field in dataclasses.fields(args):
             value = getattr(args, field.name)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def in_words(attacks: Mapping[str, Any]) -> list[str]:
+def describe_attacks(attacks: Mapping[str, Any]) -> list[str]:
     """Return what the attacks got, in sentences."""
     lines = []
     if rows := attacks.get("membership"):
@@ -15,8 +15,8 @@ def in_words(attacks: Mapping[str, Any]) -> list[str]:
         which = "the model is" if len(rows) == 1 else f"{telling} of {len(rows)} models are"
         verdict = "" if telling or len(rows) > 1 else "not "
         lines.append(
-            f"Membership: {which} {verdict}found to have a lower loss on training samples than on others (95 % interval of the "
-            f"AUC above 0.5); the highest AUC is {worst['auc']:.3f} ('{worst['model']}')."
+            f"Membership: {which} {verdict}found to have a lower loss on training samples than on others (95 % interval of "
+            f"the AUC above 0.5); the highest AUC is {worst['auc']:.3f} ('{worst['model']}')."
         )
     sites = attacks.get("sites")
     if sites is not None:

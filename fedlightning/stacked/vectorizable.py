@@ -29,7 +29,7 @@ from fedlightning.stacked.planning import Clock, quietly_attached, schedules_in
 from fedlightning.stacked.stack import ClientDraws, NotATreeError, Stack, join_tree, skeleton_key, split_tree
 from fedlightning.stacked.step import NoLossError, Place, StackedStep, gradients
 from fedlightning.tensors import module_state
-from fedlightning.tensors.modules import optimizers_in
+from fedlightning.tensors.entries import optimizers_in
 from fedlightning.wrappers.mixing import user_class
 from fedlightning.wrappers.twin import DualByHeadMixin
 

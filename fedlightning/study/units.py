@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedlightning.scores.metrics import bare, metric_label
+from fedlightning.scores.metric_names import bare, metric_label
 from fedlightning.scores.rows import Row
 
 POWERS = {"rmse": 1, "mae": 1, "mse": 2}
@@ -67,7 +67,9 @@ class Target:
         if self.own_module or self.deviation == 1:
             text, by = f"{label} is in the {squared}units of {self.name}", self.factor(metric)
             return text + (f"; metrics.csv has it in {squared}standard deviations ({by:g})." if by != 1 else ".")
-        return f"{self.name} is divided by {self.deviation:g} (target_statistics), and {label} is as the module logs it."
+        return (
+            f"{self.name} is divided by {self.deviation:g} (target_statistics), and {label} is as the module logs it."
+        )
 
 
 def target_of(config: Mapping[str, Any]) -> Target:

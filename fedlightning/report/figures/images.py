@@ -20,12 +20,12 @@ def side_by_side(images: Sequence[Any]) -> Figure:
     values = np.asarray(images, dtype=float)
     framed = np.pad(values, ((0, 0), (0, 0), (0, 0), (1, 1), (1, 1)), constant_values=np.nan)
     rows = [np.concatenate(list(row), axis=2) for row in framed]
-    both = np.concatenate(rows, axis=1)
-    figure, axes = panel(height=min(4.0, 5.0 * both.shape[1] / both.shape[2]))
-    inside = 1.0 - np.isnan(both[0])  # the page shows between images
-    both = np.nan_to_num(both)
-    shown = both[:3].transpose(1, 2, 0) if len(both) >= 3 else both[0]
-    axes.imshow(shown, cmap="gray", vmin=0.0, vmax=1.0, interpolation="nearest", alpha=inside)
+    image = np.concatenate(rows, axis=1)
+    figure, axes = panel(height=min(4.0, 5.0 * image.shape[1] / image.shape[2]))
+    inside = 1.0 - np.isnan(image[0])  # the page shows between images
+    image = np.nan_to_num(image)
+    pixels = image[:3].transpose(1, 2, 0) if len(image) >= 3 else image[0]
+    axes.imshow(pixels, cmap="gray", vmin=0.0, vmax=1.0, interpolation="nearest", alpha=inside)
     height = framed.shape[3]
     axes.set_yticks([height / 2 - 0.5, 1.5 * height - 0.5], ["true", "found"])
     axes.set_xticks([])
