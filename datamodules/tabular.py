@@ -356,6 +356,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             if column.numbers is None or name in self.categorical:
                 cells = np.array(column.cells)[kept]
                 self._named_by_file.setdefault("categories", {})[name] = levels_of(column)
+                ask_about_spelling(levels_of(column), f"{self.path}, column {name!r}")
                 for level in levels_of(column):
                     self.feature_names.append(f"{name}={level}")
                     columns.append((cells == level).astype(np.float64))

@@ -42,7 +42,8 @@ def clusters(study: StudyData) -> Table:
             [
                 agreement(places_of_seed, planted_groups(study.finished[method, s].run))
                 for s, places_of_seed in places_by_seed.items()
-            ]
+            ],
+            "agreement",
         )
         lines.append(line | agreed.columns("agreement") | {"n_seeds": len(places_by_seed), "seeds": len(study.seeds)})
     return lines

@@ -25,7 +25,7 @@ Scores = Mapping[str, float | None]
 def client_map(values: Mapping[str, Scores], gains: bool) -> Figure:
     """Draw a row for each client and a column for each method, in the colour of its score; hatched where there is none.
 
-    Gains have two colours that meet at 0. Small maps show the numbers.
+    Gains have two colours that meet at 0. Small maps show the numbers. Where all values are one, the bar names no other.
     """
     clients = list(dict.fromkeys(client for scores in values.values() for client in scores))
     table = np.array(
@@ -55,7 +55,7 @@ def client_map(values: Mapping[str, Scores], gains: bool) -> Figure:
             text = "?" if math.isnan(value) else f"{value:+z.3f}".replace("-", "\u2212") if gains else f"{value:.3f}"
             colour = BAD if math.isnan(value) else ON_DARK if dark else ON_BRIGHT
             axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=8.5)
-    bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=30)
+    bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=30, ticks=[ends[0]] if ends[0] == ends[1] else None)
     bar.outline.set_visible(False)
     return figure
 

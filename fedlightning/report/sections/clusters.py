@@ -85,7 +85,7 @@ def clusters(context: Context) -> Section | None:
         METHOD,
         counted("clusters", "at the end", rows, group="clusters with a client", help="after the last round"),
         counted("most", "at most", rows, group="clusters with a client", help="the most after any round"),
-        Column("changes", "a client", decimals=2, group="changes", help="how often it is in another cluster than before"),
+        Column("changes", "per client", decimals=2, group="changes", help="how often it is in another cluster than before"),
         Column("changed", "of clients", "percent", group="changes", help="clients that ever change"),
         counted("last_change", "last in round", rows, group="changes", help="0: none ever changes"),
         Column("share", "share", decimals=2, help="how much of a client belongs to its cluster, at the end"),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from fedlightning.report.cells import Column, is_number, summary
+from fedlightning.report.cells import Column, counted, is_number, summary
 from fedlightning.report.context import METHOD, Context, Row
 from fedlightning.report.figures.client_maps import strips
 from fedlightning.report.figures.spread import against
@@ -72,9 +72,7 @@ def _columns(context: Context, rows: Sequence[Row]) -> list[Column]:
         Column("ipr", "IPR", "percent", better="high", help="incentivised participation rate"),
         Column("pma", "PMA mean", "difference", help="personal model appeal"),
         Column("opt_outs", "opt out", "percent", better="low"),
-        Column(
-            "gma", "GMA", "amount", better="high", help="clients whom the global model serves better than their own"
-        ),
+        counted("gma", "GMA", rows, better="high", help="clients whom the global model serves better than their own"),
         *_thresholds(rows),
     ]
 
@@ -106,7 +104,7 @@ def _thresholds(rows: Sequence[Row]) -> list[Column]:
     """Return the columns of FLIU's rho: clients strictly above, and strictly below, each threshold."""
     keys = [key for key in (rows[0] if rows else {}) if key.startswith(("above_", "below_"))]
     return [
-        Column(key, f"{sign} {level}", "amount", group=f"clients {side} (ρε)")
+        counted(key, f"{sign}\u00a0{level}", rows, group=f"clients {side} (ρε)")
         for side, sign in (("above", ">"), ("below", "<"))
         for level in (key.removeprefix(f"{side}_") for key in keys if key.startswith(side))
         for key in (f"{side}_{level}",)

@@ -9,8 +9,9 @@ from fedlightning.report.context import METHOD, SEEDS, Context, Row
 from fedlightning.report.figures.dots import Dot, common_limits, dot_plot
 from fedlightning.report.figures.spread import against
 from fedlightning.report.html import Picture, Section
-from fedlightning.scores.metric_names import bare, higher_is_better, metric_label, units_in_words
+from fedlightning.scores.metric_names import bare, higher_is_better, metric_label
 from fedlightning.study.columns import GLOBAL, LOCAL, POOLED, STAGES
+from fedlightning.study.units import target_of
 
 
 def overview(context: Context) -> Section | None:
@@ -127,11 +128,8 @@ def _not_asked(context: Context) -> list[str]:
 
 def _units(context: Context) -> list[str]:
     """Return the note that says in what units errors of a regression are."""
-    init_args = [((run.config.get("data") or {}).get("init_args") or {}) for run in context.study.data.runs]
-    target = next((args["target"] for args in init_args if isinstance(args.get("target"), str)), None)
-    scale = next((args["target_statistics"] for args in init_args if args.get("target_statistics")), None)
-    units = units_in_words(context.study.data.metric, target, scale)
-    return [] if units is None else [units]
+    targets = [target_of(run.config) for run in context.study.data.runs]
+    return [text for target in targets[:1] if (text := target.in_words(context.study.data.metric))]
 
 
 def _deployed(rows: Sequence[Row]) -> list[str]:

@@ -147,7 +147,7 @@ def _totals(context: Context, totals: Sequence[Row]) -> Table:
         SEEDS,
     ]
     notes = [
-        f"{row['method']}: in every round and cluster, paid = refunded + rewarded (to {_tiny(row['missing'])})."
+        f"{row['method']}: in every round and cluster, paid = refunded + rewarded."
         if row["conserved"]
         else f"{row['method']}: tokens were made or lost, up to {row['missing']:.3g} in a round of a cluster."
         for row in totals
@@ -238,7 +238,3 @@ def _sampled(rows: Sequence[Row]) -> list[Column]:
 def _missing(context: Context) -> Missing:
     """Return the function that says why a gain is empty; a client that never trained has no contribution."""
     return lambda row, column: context.missing(row, column) if column.key == "pma" else None
-
-
-def _tiny(value: float) -> str:
-    return "the last digit" if value == 0 else f"{value:.0e}".replace("-", "−")
