@@ -104,7 +104,7 @@ def label_logarithms(axis: Axis) -> None:
     """Label a logarithmic axis at powers of ten, and at 2 and 5 times these, which are few enough for any axis."""
     axis.set_major_formatter("{x:g}")
 
-    def label(value: float, place: int | None = None) -> str:
+    def label(value: float, place: float) -> str:
         return f"{value:g}" if f"{value:e}"[0] in "25" else ""
 
     axis.set_minor_formatter(label)

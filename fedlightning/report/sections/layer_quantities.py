@@ -24,8 +24,8 @@ def layers(context: Context) -> Section | None:
     paths = {key: scored.run.path for key, scored in context.study.data.finished.items()}
     if not any(path is not None and (path / "layers.csv").exists() for path in paths.values()):
         return None  # before callbacks are imported, and with them Lightning
-    from fedlightning.callbacks.diagnostics.sensitivity_figure import short
     from fedlightning.callbacks.diagnostics.layers import correlation_rows, read_layers, transition_ranges
+    from fedlightning.callbacks.diagnostics.sensitivity_figure import short
 
     order = [row["method"] for row in context.overview]
     tables: dict[tuple[str, int], list[LayerRow]] = {}
