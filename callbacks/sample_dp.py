@@ -104,8 +104,8 @@ def released_means(exact: dict[str, Tensor], clip: float, noise: float, secret: 
     """
     std = noise * math.sqrt(2.0)
     noisy = with_noise(exact, std, secret, f"{address}|{digest_of('means', exact)}")
-    there = (noisy["counts"] > max(SURE * std, 1.0)).nonzero()[:, 0].tolist()
-    return {label: clip * noisy["sums"][label] / noisy["counts"][label] for label in there}
+    sure_classes = (noisy["counts"] > max(SURE * std, 1.0)).nonzero()[:, 0].tolist()
+    return {label: clip * noisy["sums"][label] / noisy["counts"][label] for label in sure_classes}
 
 
 SOME_VISITS = 0.2
