@@ -362,8 +362,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                     columns.append((cells == level).astype(np.float64))
                 continue
             self.feature_names.append(name)
-            there = np.flatnonzero(kept)
-            refuse_extremes(f"{self.path}: column {name!r}", column.numbers, [there[part] for part in rows])
+            kept_rows = np.flatnonzero(kept)
+            refuse_extremes(f"{self.path}: column {name!r}", column.numbers, [kept_rows[part] for part in rows])
             if self.scale == "federated" and name not in self.statistics:
                 self._open.numbers[name] = len(columns), column.numbers[kept]
                 columns.append(np.full(int(kept.sum()), np.nan))

@@ -27,8 +27,10 @@ def client_map(values: Mapping[str, Scores], gains: bool) -> Figure:
 
     Gains have two colours that meet at 0. Small maps show the numbers. Where all values are one, the bar names no other.
     """
-    clients = list(dict.fromkeys(client for of in values.values() for client in of))
-    table = np.array([[_or(of.get(client), math.nan) for of in values.values()] for client in clients], dtype=float)
+    clients = list(dict.fromkeys(client for scores in values.values() for client in scores))
+    table = np.array(
+        [[_or(scores.get(client), math.nan) for scores in values.values()] for client in clients], dtype=float
+    )
     ends = float(np.nanmin(table)), float(np.nanmax(table))
     most = max(map(abs, ends)) or 1.0
     limits = (-most, most) if gains else ends if ends[0] < ends[1] else (ends[0] - 0.5, ends[1] + 0.5)
@@ -80,8 +82,8 @@ def strips(values: Mapping[str, Scores], styles: Mapping[str, Style], xlabel: st
     if zero:
         axes.axvline(0, color=INK, linewidth=1)
     names = short_names(values)
-    for place, (method, of) in enumerate(values.items()):
-        x = np.array([value for value in of.values() if is_number(value)], dtype=float)
+    for place, (method, scores) in enumerate(values.items()):
+        x = np.array([value for value in scores.values() if is_number(value)], dtype=float)
         if not len(x):
             no_value(axes, place)
             continue

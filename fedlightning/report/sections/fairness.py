@@ -18,8 +18,10 @@ from fedlightning.report.sections.scores import incentives_in_words
 def fairness(context: Context) -> Section | None:
     """Show spread over clients, worst clients, participation rate, opt-outs, and counts above thresholds."""
     rows = context.sort_rows(context.study.fairness())
-    by_method = {method: of for method, of in context.by_client("score").items() if method not in context.diverged}
-    scores = {method: _keep_numbers(of.values()) for method, of in by_method.items()}
+    by_method = {
+        method: column for method, column in context.by_client("score").items() if method not in context.diverged
+    }
+    scores = {method: _keep_numbers(column.values()) for method, column in by_method.items()}
     appeal = _appeal(context)
     points = {row["method"]: (row.get("mean"), row.get("worst")) for row in context.overview}
     pictures = [
@@ -80,7 +82,7 @@ def _appeal(context: Context) -> Gallery | None:
     by_client: dict[str, dict[str, float | None]] = {}
     for row in context.sort_rows(context.study.appeal()):
         by_client.setdefault(row["method"], {})[row["client"]] = row["pma"]
-    appeals = {method: values for method, of in by_client.items() if (values := _keep_numbers(of.values()))}
+    appeals = {method: values for method, column in by_client.items() if (values := _keep_numbers(column.values()))}
     if not appeals:
         return None
     clients = list(dict.fromkeys(client for method in appeals for client in by_client[method]))
@@ -110,7 +112,7 @@ def _thresholds(rows: Sequence[Row]) -> list[Column]:
 
 
 def _medians(values: Mapping[str, Sequence[float]]) -> str:
-    return summary([(method, float(np.median(of))) for method, of in values.items()])
+    return summary([(method, float(np.median(numbers))) for method, numbers in values.items()])
 
 
 def _keep_numbers(values: Iterable[float | None]) -> list[float]:

@@ -153,7 +153,7 @@ def _defined(context: Context) -> list[str]:
             counts_by_metric.setdefault(bare(line["metric"]), set()).add((line["clients"], line["clients_of"]))
     return [
         f"{metric_label(name)} is not defined on every client's data: its means are over "
-        f"{' or '.join(f'{some} of {of}' for some, of in sorted(counts))} clients."
+        f"{' or '.join(f'{some} of {total}' for some, total in sorted(counts))} clients."
         for name, counts in counts_by_metric.items()
     ]
 
@@ -282,7 +282,7 @@ def _grouped(
     context: Context, name: str, title: str, groups: Sequence[str], dots: Mapping[str, Sequence[Dot]]
 ) -> Picture:
     """Draw a line a method, with a dot for each group."""
-    lines = [context.line(method, of) for method, of in dots.items()]
+    lines = [context.line(method, method_dots) for method, method_dots in dots.items()]
     words = summary([(f"{line.label} {dot.group}", dot.mean) for line in lines for dot in line.dots])
     return context.picture(
         name,
