@@ -387,6 +387,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         named = [str(word) for word in words]
         if not np.isin(cells, named).any():  # codes of whole numbers are without decimals here
             named = [code_of(word) for word in named]
+        ask_about_spelling([*named, *dict.fromkeys(cells.tolist())], f"{self.path}, column {name!r}")
         columns += one_hot(cells, named, len(words))
 
     @property

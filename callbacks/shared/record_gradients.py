@@ -458,10 +458,23 @@ def refuse_mixed_records(
                         "dimension, of what each gives by itself; collate_fn must not mix them, nor pad what the loss sees."
                     )
     except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
+        _refuse_broken_step(module, batch, trainer)
         raise ValueError(
             f"Opacus cannot take the gradients of single records of {type(module).__name__} apart: {error} Parameters have "
             "to be in layers of torch.nn, each called in the step; one that a wrapper changes stands in an nn.Sequential."
         ) from error
+
+
+def _refuse_broken_step(module: LightningModule, batch: Any, trainer: Trainer | None) -> None:
+    """Raise the error of a step that fails without Opacus, too."""
+    tried = _moved_a_little(module)
+    if trainer is not None:
+        tried.trainer = trainer
+    try:
+        with probes.probing(tried, Precision(), 0, "records"):
+            probes.training_loss(tried, batch)
+    except Exception as error:
+        raise ValueError(f"{type(module).__name__}.training_step fails on a batch: {error}") from error
 
 
 def _moved_a_little(module: LightningModule) -> LightningModule:

@@ -109,6 +109,13 @@ def private_gradients(module, batch):
     return [parameter.grad * RECORDS for parameter in module.parameters() if parameter.requires_grad]
 
 
+def test_a_step_that_fails_without_opacus_is_told_as_such():
+    inputs = torch.randn(RECORDS, 4)
+    module = Classifier(nn.Linear(4, 6), inputs)
+    with pytest.raises(ValueError, match=r"Classifier\.training_step fails on a batch: mat1 and mat2 shapes"):
+        refuse_mixed_records(module, [torch.randn(RECORDS, 5), torch.randint(0, 3, (RECORDS,))], "SampleDP")
+
+
 @pytest.mark.parametrize("name", [*LAYERS, "tied"])
 def test_private_gradients_are_those_of_a_loop_over_records(name):
     torch.manual_seed(0)

@@ -259,6 +259,8 @@ def test_names_that_differ_in_spelling_alone_are_asked_about(tmp_path):
     sites = patients(lambda row: [*row[:2], row[2].upper() if row[4] == "Oslo" else row[2], *row[3:]])
     with pytest.warns(UserWarning, match="column 'sex': 'F' and 'f' differ in spelling alone"):
         ready(write(tmp_path, sites))
+    with pytest.warns(UserWarning, match="column 'sex': 'm' and 'M' differ in spelling alone"):
+        ready(write(tmp_path, sites), categories={"sex": ["f", "m"]})
     with pytest.warns(UserWarning, match="column 'id': '0' and '0.0' differ in spelling alone"):
         ready(write(tmp_path, people), group="id", drop=["days"])
 
