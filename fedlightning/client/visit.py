@@ -234,12 +234,14 @@ def split_entries(runner: ClientRuntime, client: Client, update: Update, before:
     parameter that is as every module is built does not, if the client's next one is too: that has it.
     """
     message, state = client.message, client.entries
+    architecture = runner.blueprint.architecture_of(client.id)
     sent = {name: state[name] for name in message.returns}
+    if client.id == POOLED:  # the server has the frozen network
+        sent = runner.blueprint.without_base(sent, architecture, but=message.state)
     if message.work == 0 or not client.is_unbuilt:  # what an unbuilt client has trained is its own already
         sent = pack(sent)
     stays = client.record.personal.keys() - client.received.keys()
     kept = {name: value for name, value in state.items() if name not in sent or name in stays}
-    architecture = runner.blueprint.architecture_of(client.id)
     kept = pack(runner.blueprint.without_base(kept, architecture, but=client.built_otherwise))
     state = {name: sent[name] if name in sent else kept.get(name, value) for name, value in state.items()}
     bad = first_nonfinite(state)
