@@ -14,7 +14,7 @@ from fedlightning.callbacks import APFL, Ditto, FedExLoRA, FedIT, FedPer, FedSAL
 from fedlightning.compat.lazy_clones import copy_module, lazy_clone
 from fedlightning.options import Processes
 from fedlightning.tensors import module_state
-from tests.helpers import Toy, differs, federate, global_state, make_trainer, same, toy_data
+from tests.helpers import Toy, close, differs, federate, global_state, make_trainer, same, toy_data
 
 pytest.importorskip("peft")
 WIDTH = 300
@@ -108,6 +108,22 @@ def test_worker_processes_give_the_same_bits_with_a_frozen_network():
     same(*(module_state(run.module(run.server.clients[0])) for run in runs))
 
 
+@pytest.mark.parametrize("method", [FedIT, FedSALoRA])
+def test_a_stack_holds_a_frozen_network_once_and_trains_as_clients_alone(method):
+    options: dict[str, Any] = {"max_rounds": 2, "evaluation": 1}
+    alone = federate(with_frozen(), toy_data((8,) * 6), [method(**ADAPTERS)], **options)
+    WithFrozen.counts.clear()
+    gc.collect()
+    before = len(memories())
+    together = federate(with_frozen(), toy_data((8,) * 6), [method(**ADAPTERS)], engine="vectorized", **options)
+    # beside the network, what was changed in place of it by the map (weights are multiplied by zero there)
+    assert 1 <= max(WithFrozen.counts) - before <= 1
+    close(global_state(alone), global_state(together))
+    for client in alone.server.clients:
+        close(module_state(alone.module(client)), module_state(together.module(client)))
+    assert together.engine.found.shares
+
+
 class Moves(WithFrozen):
     """Writes into the frozen weight in every step, past torch's count of edits: as a target network that follows."""
 
@@ -128,6 +144,17 @@ def test_what_one_client_writes_into_a_frozen_entry_no_other_one_sees():
     for client in trainer.server.clients:
         entry = next(value for name, value in trainer.store.get(client).personal.items() if value.numel() == FROZEN)
         assert torch.equal(entry, began + 1 + 1)
+
+
+def test_what_a_step_of_a_stack_writes_into_a_frozen_entry_is_each_client_s_own():
+    module = Moves()
+    began = module.net[1].weight.detach().clone()
+    options: dict[str, Any] = {"max_rounds": 2, "local_steps": 2, "evaluation": 0}
+    alone = federate(copy.deepcopy(module), toy_data((8, 8)), [FedIT(**ADAPTERS)], **options)
+    together = federate(module, toy_data((8, 8)), [FedIT(**ADAPTERS)], engine="vectorized", **options)
+    assert torch.equal(module.net[1].weight, began)
+    for client in alone.server.clients:
+        close(module_state(alone.module(client)), module_state(together.module(client)))
 
 
 def test_lazy_clones_are_copies():
