@@ -157,6 +157,8 @@ def visit_steps(runner: ClientRuntime, message: Message, record: ClientRecord, e
             before = client.entries if client.is_unbuilt else _buffers(client.module)
             if message.work != 0:
                 yield from _train(runner, client, loader)
+            for parameter in () if client.is_unbuilt else client.module.parameters():
+                parameter.grad = None  # as large as the model, which is copied next
             _note_work(client, update)
             kept = split_entries(runner, client, update, before)
             _send(runner, client, update)

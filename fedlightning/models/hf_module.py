@@ -179,7 +179,7 @@ class HFModule(LightningModule):
         super().__init__()
         check_arguments(self, HFModule.__init__, locals())
         self.save_hyperparameters(ignore=["model", "compute_metrics"])
-        self.model = model
+        self.model = model.train()  # from_pretrained leaves it in eval mode, without dropout, and Lightning keeps modes
         config: Any = model.config
         network = getattr(model, "get_base_model", lambda: model)()
         generates = getattr(network, "can_generate", bool)()

@@ -480,7 +480,7 @@ class StackedFit:
         """Return the step's tensors, and those that train: views of the stack where the rows are a slice."""
         tensors, training = [], {}
         for name in (*self.stack.parameters, *self.stack.buffers):
-            value = self.stack.shared[name] if name in self.stack.shared else self.stack.tensors[name][rows].detach()
+            value = self.stack.take(name, rows).detach()
             if name in self.group_of:
                 training[name] = value.requires_grad_()
             tensors.append(value)

@@ -136,6 +136,10 @@ class Stack:
         """Return the first shared parameter that is not any more what was given."""
         return next((name for name, value in self.shared.items() if not is_same(value, self._before[name])), None)
 
+    def take(self, name: str, rows: Rows) -> Tensor:
+        """Return rows of an entry; one that is shared as it is."""
+        return self.shared[name] if name in self.shared else take(self.tensors[name], rows)
+
     @torch.no_grad()
     def fill(self, states: Sequence[State]) -> None:
         """Copy each client's entries into its row. An entry that is the same object for all is read once."""

@@ -209,6 +209,14 @@ def test_steps_are_those_of_transformers_trainer(tmp_path):
     assert differs(global_state(ours), module_state(module))
 
 
+def test_a_model_as_from_pretrained_gives_it_trains_with_its_dropout(tmp_path):
+    bert(num_labels=3).save_pretrained(tmp_path)
+    module = HFModule(transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path), lr=1e-2)
+    assert all(part.training for part in module.modules())
+    fresh = HFModule(bert(num_labels=3), lr=1e-2)
+    same(*(global_state(federate(one, classes(), [FedAvg()], max_rounds=1)) for one in (module, fresh)))
+
+
 def test_arguments_without_a_counterpart_are_named(tmp_path):
     def read(**options):
         return HFModule.from_trainer(
