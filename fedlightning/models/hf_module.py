@@ -215,12 +215,12 @@ class HFModule(LightningModule):
             )
         if words["lr_scheduler_type"] == "constant":
             arguments["warmup"] = 0.0  # which transformers ignores there
-        if args.gradient_checkpointing:
+        if getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing:  # two names of one option
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         if schedule != "constant" or arguments["warmup"]:
             way = 'of a visit, and of the whole run with FederatedTrainer(optimizer_state="keep")'
             other.append(f"the horizon of lr_scheduler_type={words['lr_scheduler_type']!r} ({way})")
-        read = {*HERE, *words, "adam_beta1", "adam_beta2", "gradient_checkpointing", "output_dir"}
+        read = {*HERE, *words, "adam_beta1", "adam_beta2", "gradient_checkpointing", "activation_checkpointing", "output_dir"}
         plain = type(args)(output_dir=args.output_dir)  # what nobody has said
         for field in dataclasses.fields(args):
             value = getattr(args, field.name)
