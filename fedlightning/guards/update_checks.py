@@ -337,11 +337,11 @@ def _fault_of_state(server: Server, message: Message, update: Update, sizes: Siz
     unasked = sorted(set(state) - set(message.returns))
     if unasked:
         return f"'{unasked[0]}' was not asked for"
-    base = server.architecture(update.model).kinds if message.client == POOLED else {}  # what is as built does not travel
+    base = (
+        server.architecture(update.model).kinds if message.client == POOLED else {}
+    )  # what is as built does not travel
     missing = [
-        name
-        for name in message.returns
-        if name not in state and (name in message.state or base.get(name) != "frozen")
+        name for name in message.returns if name not in state and (name in message.state or base.get(name) != "frozen")
     ]
     if missing and not server.callbacks.making(Change.PARTS) and server.callbacks.find(SumCodec) is None:
         why = "a callback that leaves out entries says so in its facts: Change.PARTS"

@@ -220,7 +220,15 @@ class HFModule(LightningModule):
         if schedule != "constant" or arguments["warmup"]:
             way = 'of a visit, and of the whole run with FederatedTrainer(optimizer_state="keep")'
             other.append(f"the horizon of lr_scheduler_type={words['lr_scheduler_type']!r} ({way})")
-        read = {*HERE, *words, "adam_beta1", "adam_beta2", "gradient_checkpointing", "activation_checkpointing", "output_dir"}
+        read = {
+            *HERE,
+            *words,
+            "adam_beta1",
+            "adam_beta2",
+            "gradient_checkpointing",
+            "activation_checkpointing",
+            "output_dir",
+        }
         plain = type(args)(output_dir=args.output_dir)  # what nobody has said
         for field in dataclasses.fields(args):
             value = getattr(args, field.name)
@@ -234,7 +242,12 @@ class HFModule(LightningModule):
             warnings.warn(f"Not read by HFModule: {'; '.join(other)}.", UserWarning, stacklevel=2)
         betas = (args.adam_beta1, args.adam_beta2)
         return cls(
-            model, optimizer=kind, schedule=schedule, betas=betas, compute_metrics=compute_metrics, **arguments  # type: ignore[arg-type]
+            model,
+            optimizer=kind,
+            schedule=schedule,
+            betas=betas,
+            compute_metrics=compute_metrics,
+            **arguments,  # type: ignore[arg-type]
         )
 
     def forward(self, **batch: Any) -> Any:

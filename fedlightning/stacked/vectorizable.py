@@ -209,9 +209,7 @@ def _of_optimizer(module: LightningModule, name: str) -> str | None:
     return stacked_optimizers.refuse(optimizers[0])
 
 
-def _try_step(
-    runner: ClientRuntime, module: LightningModule, draws: ClientDraws | None, shared: State
-) -> Finding:
+def _try_step(runner: ClientRuntime, module: LightningModule, draws: ClientDraws | None, shared: State) -> Finding:
     """Try the step on two clients that have the same batch, and `shared` once."""
     name = user_class(module).__name__
     batch = take_first_batch(runner)
@@ -237,10 +235,16 @@ def _try_step(
             stack.shared[key] if key in stack.shared else stack.tensors[key].requires_grad_(key in stack.parameters)
             for key in names
         ]
-        before = {key: tensor.detach().clone() for key, tensor in zip(names, tensors, strict=True) if key in stack.tensors}
+        before = {
+            key: tensor.detach().clone() for key, tensor in zip(names, tensors, strict=True) if key in stack.tensors
+        }
         near = 5e-2 if type(runner.blueprint.precision) is MixedPrecision else 1e-2
         step = StackedStep(
-            module, runner.blueprint.precision.train_step_context, takes_index(module.training_step), draws, stack.shared
+            module,
+            runner.blueprint.precision.train_step_context,
+            takes_index(module.training_step),
+            draws,
+            stack.shared,
         )
         size = sum(tensor.numel() * tensor.element_size() for tensor in split_tree(batch)[0])
 

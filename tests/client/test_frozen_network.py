@@ -119,17 +119,21 @@ class InStack(WithFrozen):
         return Toy.training_step(self, batch, batch_idx)
 
 
-@pytest.mark.parametrize("method", [FedIT, FedSALoRA])
-def test_a_stack_holds_a_frozen_network_once_and_trains_as_clients_alone(method):
+@pytest.mark.parametrize(
+    ("methods", "most"),
+    [([FedIT(**ADAPTERS)], 1), ([FedSALoRA(**ADAPTERS)], 1), ([FedIT(**ADAPTERS), APFL()], 6 + 1)],
+    ids=["FedIT", "FedSALoRA", "APFL"],
+)
+def test_a_stack_holds_a_frozen_network_once_and_trains_as_clients_alone(methods, most):
     options: dict[str, Any] = {"max_rounds": 2, "evaluation": 1}
     torch.manual_seed(0)
     module = InStack()
-    alone = federate(copy.deepcopy(module), toy_data((8,) * 6), [method(**ADAPTERS)], **options)
+    alone = federate(copy.deepcopy(module), toy_data((8,) * 6), copy.deepcopy(methods), **options)
     SEEN.clear()
     gc.collect()
     before = len(memories())
-    together = federate(module, toy_data((8,) * 6), [method(**ADAPTERS)], engine="vectorized", **options)
-    assert SEEN and max(SEEN) - before <= 1
+    together = federate(module, toy_data((8,) * 6), methods, engine="vectorized", **options)
+    assert SEEN and max(SEEN) - before <= most
     close(global_state(alone), global_state(together))
     for client in alone.server.clients:
         close(module_state(alone.module(client)), module_state(together.module(client)))

@@ -44,7 +44,9 @@ def test_fewer_texts_are_drawn_by_the_seed(mails):
         TextFolderDataModule(str(mails), DirichletPartitioner(2, 10.0), ByteTokenizer(), max_texts=40, seed=seed)
         for seed in (0, 0, 1)
     ]
-    texts = [{row for client in data.client_ids for split in SPLITS for row in rows_of(data, client, split)} for data in few]
+    texts = [
+        {row for client in data.client_ids for split in SPLITS for row in rows_of(data, client, split)} for data in few
+    ]
     assert texts[0] == texts[1] != texts[2] and [len(some) for some in texts] == [40, 40, 40]
 
 

@@ -99,7 +99,8 @@ def test_a_smoothed_loss_is_that_of_transformers_trainer(make, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make", [llama, bert, lambda: t5(), lambda: peft_llama(), lambda: peft_llama(use_dora=True)],
+    "make",
+    [llama, bert, lambda: t5(), lambda: peft_llama(), lambda: peft_llama(use_dora=True)],
     ids=["llama", "bert", "t5", "lora", "dora"],
 )
 def test_weight_decay_is_of_what_transformers_decays(make):
