@@ -7,8 +7,6 @@ from fedlightning.callbacks.afl import AFL as AFL
 from fedlightning.callbacks.apfl import APFL as APFL
 from fedlightning.callbacks.central import Central as Central
 from fedlightning.callbacks.cfl import CFL as CFL
-from fedlightning.callbacks.checkpoints import GlobalCheckpoint as GlobalCheckpoint
-from fedlightning.callbacks.checkpoints import LocalCheckpoint as LocalCheckpoint
 from fedlightning.callbacks.client_dp import ClientDP as ClientDP
 from fedlightning.callbacks.compression import QSGD as QSGD
 from fedlightning.callbacks.compression import RandomK as RandomK
@@ -94,6 +92,8 @@ from fedlightning.callbacks.lora import FFALoRA as FFALoRA
 from fedlightning.callbacks.lora import RoLoRA as RoLoRA
 from fedlightning.callbacks.mapper import MAPPER as MAPPER
 from fedlightning.callbacks.maxfl import MaxFL as MaxFL
+from fedlightning.callbacks.model_selection import GlobalCheckpoint as GlobalCheckpoint
+from fedlightning.callbacks.model_selection import LocalCheckpoint as LocalCheckpoint
 from fedlightning.callbacks.moon import MOON as MOON
 from fedlightning.callbacks.partial import FedBN as FedBN
 from fedlightning.callbacks.partial import FedPer as FedPer

@@ -55,7 +55,7 @@ class ParameterMixture(SecondModel):
     def __init__(self, client: Client, options: APFL) -> None:
         self.client, self.options = client, options
         super().__init__(client, options.key, self.fresh())
-        self.alpha = float(self.kept.get("alpha", options.alpha))
+        self.alpha = float(self.saved.get("alpha", options.alpha))
         self.new_alpha: float | None = None
         self.moves_alpha = options.adaptive
 
@@ -135,7 +135,7 @@ class LogitMixture(ParameterMixture):
         """Put `v` beside a view of `w`."""
         super().start(trainer, module)
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        kept = self.kept.get("rates") if self.client.keeps_optimizers else None
+        kept = self.saved.get("rates") if self.client.keeps_optimizers else None
         self.rates: list[float] = kept or [trainer.optimizers[0].param_groups[0]["lr"], *rates]
         self.view = mix_logits(self.client.copy_module(), self.twin, self.alpha)
         self.view.trainer = trainer

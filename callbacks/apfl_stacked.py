@@ -10,13 +10,13 @@ from torch import Tensor
 
 from fedlightning.algorithm import State, address
 from fedlightning.callbacks.apfl import ParameterMixture, alpha_slope, mix, next_alpha
-from fedlightning.stacked.fit import StackHooks, Turn
 from fedlightning.stacked.stack import Stack, column, put, side_by_side, take
+from fedlightning.stacked.stacked_fit import StackHooks, Turn
 from fedlightning.stacked.step import clip, gradients
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.apfl import APFL
-    from fedlightning.stacked.fit import StackedFit
+    from fedlightning.stacked.stacked_fit import StackedFit
 
 
 class StackedMixtures(StackHooks):
@@ -45,12 +45,12 @@ class StackedMixtures(StackHooks):
         for row, mixture in enumerate(self.mixtures):
             self.v.pull(row, mixture.twin)
         self.optimizer = type(fit.optimizer)({name: self.v.tensors[name] for name in fit.names}, len(self.mixtures))
-        self.found: State = {}
+        self.scaled_gradients: State = {}
         self.active: list[int] = []
 
     def before_step(self, turn: Turn) -> None:
         """Take `a grad f(vbar)` and, on a client's first batch, compute its next `a`."""
-        self.found = {}
+        self.scaled_gradients = {}
         self.active = [row for row in turn.numbers if self.alpha[row] != 0.0 or self.moves_alpha[row]]
         if not self.active:
             return
@@ -64,7 +64,7 @@ class StackedMixtures(StackHooks):
                 lr = lr if self.options.alpha_lr is None else self.options.alpha_lr
                 self.new_alpha[row] = next_alpha(self.alpha[row], slope, lr, self.options.alpha_decay)
                 self.moves_alpha[row] = False
-        self.found = {name: gradient * self._share(gradient) for name, gradient in at_vbar.items()}
+        self.scaled_gradients = {name: gradient * self._share(gradient) for name, gradient in at_vbar.items()}
 
     def _mixture_gradient(self, turn: Turn, v: State, w: State) -> State:
         """`grad f(vbar)` of the active clients by name; their buffers move."""
@@ -88,9 +88,13 @@ class StackedMixtures(StackHooks):
     def after_step(self, turn: Turn) -> None:
         """Do `v <- v - eta a grad f(vbar)` where `a` is not 0; then move `a`."""
         places = [place for place, row in enumerate(self.active) if self.alpha[row] > 0.0]
-        if self.found and places:
+        if self.scaled_gradients and places:
             chosen = [self.active[place] for place in places]
-            scaled = self.found if len(chosen) == len(self.active) else {n: g[places] for n, g in self.found.items()}
+            scaled = (
+                self.scaled_gradients
+                if len(chosen) == len(self.active)
+                else {n: g[places] for n, g in self.scaled_gradients.items()}
+            )
             if self.fit.clip_value:
                 clip(scaled.values(), self.fit.clip_value, self.fit.clip_algorithm)
             for name, gradient in scaled.items():

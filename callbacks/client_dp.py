@@ -23,7 +23,6 @@ from fedlightning.algorithm import (
     Message,
     OutgoingItem,
     Promise,
-    Protection,
     Server,
     Setup,
     State,
@@ -46,7 +45,7 @@ SHARE = 1 / 20
 """Standard deviation of the count's noise over the expected number of participants, as the authors have it."""
 
 
-FEW = 100
+FEW_CLIENTS = 100
 """Clients below which the noise drowns what they learn, in most settings."""
 
 
@@ -158,7 +157,7 @@ OF_UPDATES = (*OF_OPTIONS, "check_update", "denominator")
 
 @some_noise
 @needs(
-    "shares", "where", "they are of clients whose noise together is that of the mean. Leave them out.", value="masked"
+    "shares", "where", "they are of clients whose noise adds up to that of the mean. Leave them out.", value="masked"
 )
 @needs("where", "shares", "that many shares of clients together are the noise of the mean. Give both, or neither.")
 @idle_with("rate", "where", "masked", "a sum shows by its noise how many took part. Leave it out, or take 'server'.")
@@ -257,7 +256,7 @@ class ClientDP(ClientSelection, Private):
     @property
     def facts(self) -> Facts:
         """It bounds one mean of synchronous rounds."""
-        needs = [checks.OF_A_SUM if self.shares else checks.BOUNDED]
+        needs = [checks.OF_SUM if self.shares else checks.BOUNDED]
         return super().facts.extend(changes={Change.ABSENCE}, needs=needs, asynchronous=False)
 
     def claims(self, name: str) -> bool:
@@ -304,19 +303,15 @@ class ClientDP(ClientSelection, Private):
         checks.refuse_other_sum(setup, self._in_sum(setup.run.max_rounds) if self.shares else None)
         count = len(setup.run.clients)
         self.warn_of_few(setup, count, "clients")
-        if count < FEW:
+        if count < FEW_CLIENTS:
             setup.warn(
                 f"ClientDP hides one of {count} clients: the noise that this takes is as large as what they have learnt "
                 "together, in most settings. It is made for hundreds of clients and more."
             )
 
-    def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
-        """Refuse them if their rounds and what the ledger has exceed `epsilon`."""
-        planned = [(dp, rounds) for dp, rounds in runs if isinstance(dp, ClientDP) and dp.ledger == self.ledger]
-        with Ledger(self.ledger, "clients", "").held(None) as before:
-            steps = [*before, *((dp.noise_for(dp.rate, rounds), dp.rate, rounds) for dp, rounds in planned)]
-        if self.ledger is not None:
-            self.refuse_beyond(self.epsilon_of(steps), len(planned))
+    def planned(self, rounds: int) -> Steps:
+        """Return a release for each round."""
+        return [(self.noise_for(self.rate, rounds), self.rate, rounds)]
 
     def on_federation_start(self, server: Server) -> None:
         """Draw the secret, solve for the noise, and see that a round fits into the budget."""
@@ -333,9 +328,7 @@ class ClientDP(ClientSelection, Private):
         options += [] if self.shares is None else [self.shares, self.noise_for(self.rate, server.max_rounds)]
         if self.key not in server.state:
             if server.round > 0:
-                raise ValueError(
-                    f"{server.round} rounds of this run were without ClientDP, and are not private. Start a new run."
-                )
+                raise ValueError(f"{server.round} rounds were without ClientDP, and are not private. Start a new run.")
             noise = self.noise_for(self.rate, server.max_rounds)
             run_state = {"secret": self.new_secret(), "noise_multiplier": noise, "given": options}
             server.state[self.key] = run_state | {"clip": self.clip, "count": 0.0}
@@ -372,7 +365,7 @@ class ClientDP(ClientSelection, Private):
             ValueError: If this round would exceed it.
         """
         ledger = self._ledger(server)
-        with ledger.held(None) as others:
+        with ledger.hold(None) as others:
             room = self.room_for(others, self._step(server), server.max_rounds)
         if room >= server.max_rounds or server.stopped is not None:
             return
@@ -396,7 +389,7 @@ class ClientDP(ClientSelection, Private):
     def _releases(self, server: Server) -> set[str]:
         """Return the names of the releases of this round, also of what a copy of the run has made: one at most."""
         ledger = self._ledger(server)
-        with ledger.held(None):
+        with ledger.hold(None):
             every = {*(row[-1] for row in releases_in(server.run_dir)), *ledger.releases}
         return {name for name in every if name.startswith(self._place(server))}
 
@@ -497,7 +490,7 @@ class ClientDP(ClientSelection, Private):
         """
         step, rows, ledger = self._step(server), releases_in(server.run_dir), self._ledger(server)
         written = {row[-1] for row in rows}
-        with ledger.held([(*step, 1)], release) as others:
+        with ledger.hold([(*step, 1)], release) as others:
             counted = set(ledger.releases)  # those of a copy of this run, too
             if any(name.startswith(self._place(server)) for name in counted - {release}):
                 raise ValueError(
@@ -521,7 +514,7 @@ class ClientDP(ClientSelection, Private):
     def on_federation_end(self, server: Server) -> None:
         """Say what was spent."""
         ledger = self._ledger(server)
-        with ledger.held(None) as others:
+        with ledger.hold(None) as others:
             spent, insider = self._spent(server, ledger, others)
         if server.run_dir is not None:
             self.say_spent(

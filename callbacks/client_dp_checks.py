@@ -14,11 +14,9 @@ from fedlightning.callbacks.shared.sum_noise import LEAST_STD, SumNoise
 from fedlightning.tensors import as_reals, tied_names
 
 WHAT = "adds noise to one mean of changes whose lengths it bounds"
-OF_A_SUM = Need(
-    WHAT, ("on_reduced", "denominator", "model_of", Change.VALUES, "neighbours", "global_module", "on_build")
-)
+OF_SUM = Need(WHAT, ("on_reduced", "denominator", "model_of", Change.VALUES, "neighbours", "global_module", "on_build"))
 """Where SecureAggregation makes the mean, which itself does the rest, and refuses others that do."""
-BOUNDED = Need(WHAT, ("reduce", *OF_A_SUM.without, "plan_round", "on_broadcast", "encode"))
+BOUNDED = Need(WHAT, ("reduce", *OF_SUM.without, "plan_round", "on_broadcast", "encode"))
 
 
 def refuse_other_options(kept: Sequence[Any], options: Sequence[Any]) -> None:

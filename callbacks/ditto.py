@@ -66,7 +66,7 @@ class Ditto(KeepsModel):
     def local_phases(self, client: Client) -> Iterable[Phase]:
         """Train ``w_i`` as without Ditto, then ``v_i`` on the same batches."""
         yield Phase()
-        v = self.kept(client) or clone(module_state(client.initial_module()), "cpu")
+        v = self.read_kept(client) or clone(module_state(client.initial_module()), "cpu")
         client.state[self.key] = {"model": v}
         if self.work != 0:
             keys = (self.key,)

@@ -138,7 +138,9 @@ class FedALA(FederatedCallback):
         learner = _Weights(client, self, message.state, local, kept.get("W"))
         if self.weight_lr > 0:
             learner.learn(self.max_passes if "W" not in kept else 1)
-        message.state = message.state | clone(merge(learner.own, learner.sent, learner.weights), "cpu")
+        message.state = message.state | clone(
+            merge(learner.local_state, learner.received_state, learner.weights), "cpu"
+        )
         client.state[self.key] = {**kept, "W": clone(learner.weights, "cpu")}
 
     def on_send(self, client: Client, update: Update) -> None:
@@ -160,11 +162,11 @@ class _Weights:
         self.client, self.options = client, options
         self.module = client.copy_module().to(client.device).eval()
         load_state(self.module, received)
-        self.own = clone(local, client.device)
-        self.sent = clone(select(received, local), client.device)
+        self.local_state = clone(local, client.device)
+        self.received_state = clone(select(received, local), client.device)
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(name in local)
-        start = {name: torch.full_like(_wide(th), options.start) for name, th in self.own.items()}
+        start = {name: torch.full_like(_wide(th), options.start) for name, th in self.local_state.items()}
         self.weights = start | clone(weights or {}, client.device)
 
     def learn(self, passes: int) -> None:
@@ -180,11 +182,11 @@ class _Weights:
         loader = self.client.loader("train")
         assert loader is not None
         for _ in range(max(1, round(self.options.fraction * len(loader)))):
-            load_state(self.module, merge(self.own, self.sent, self.weights))
+            load_state(self.module, merge(self.local_state, self.received_state, self.weights))
             batch = self.client.next_batch(self.options.key, self.module)
             loss, gradients = self.client.batch_gradient(batch, self.module)
             for name, gradient in gradients.items():
-                step = _wide(gradient) * as_reals(self.sent[name] - self.own[name])
+                step = _wide(gradient) * as_reals(self.received_state[name] - self.local_state[name])
                 self.weights[name] = (self.weights[name] - self.options.weight_lr * step).clamp(0.0, 1.0)
             yield float(loss)
 

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import update_bn
 
 from fedlightning.algorithm import Server, State, WeightingName, isolated
 from fedlightning.callbacks.shared.distillation import inputs_of
-from fedlightning.callbacks.shared.fusion import EnsembleFusion, Member
+from fedlightning.callbacks.shared.ensemble_fusion import EnsembleFusion, Member
 from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, idle_with, make_init, needs
 from fedlightning.tensors import WeightedMean, narrow, widen
 

@@ -10,7 +10,7 @@ from torch.optim import Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from fedlightning.algorithm import Server, WeightingName
-from fedlightning.callbacks.shared.fusion import EnsembleFusion, Member
+from fedlightning.callbacks.shared.ensemble_fusion import EnsembleFusion, Member
 from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, make_init, needs
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -20,11 +19,11 @@ from fedlightning.algorithm import (
     Newcomers,
     Plan,
     Server,
-    ServerModels,
     WeightingName,
     contributors,
 )
 from fedlightning.callbacks.shared.distillation import PublicLogits, logits_of
+from fedlightning.callbacks.shared.server_models import ModelPerArchitecture
 from fedlightning.layers import as_names, expand
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, make_init
 from fedlightning.tensors import clone, module_state
@@ -40,7 +39,7 @@ OWN_STAGE_G = Need("has a large model of its own for stage G", (Change.GLOBAL_SE
 
 
 @make_init
-class FedET(ServerModels):
+class FedET(ModelPerArchitecture):
     """Clients train small models of differing architectures; on public data they teach a large model of the server's own.
 
     Cho, Manoel, Joshi, Sim, Dimitriadis, "Heterogeneous ensemble knowledge transfer for training large models in federated
@@ -87,7 +86,9 @@ class FedET(ServerModels):
     def facts(self) -> Facts:
         """Whole models make the ensemble, and the large one is FedET's; clients that join bring their architectures."""
         needs, required = [OWN_ENSEMBLE, OWN_STAGE_G], [PublicLogits(softmax="steps")]
-        return Facts(needs=needs, requires=required, mixes_architectures=True, newcomers=Newcomers(join=self._join))
+        return Facts(
+            needs=needs, requires=required, mixes_architectures=True, newcomers=Newcomers(join=self.make_models)
+        )
 
     steps: NonNegativeInt = 200
     lr: Annotated[float, Range("(0, inf)", "steps=0 leaves the large model as it is.")] = 1e-3
@@ -103,38 +104,16 @@ class FedET(ServerModels):
         Raises:
             ValueError: If parts of models stay with the clients, or `transfer` names entries that not all models have.
         """
-        if server.models.float_buffers == "local":
-            raise ValueError(
-                "FedET makes teachers of whole models, and float_buffers='local' keeps a part of each at its client. Use "
-                "float_buffers='average'."
-            )
-        self._join(server, server.clients)
-        for client in server.held_out:
-            if self.model_of(server, client) not in server.models:
-                raise ValueError(
-                    f"FedET has no model for the held-out client '{client}': nobody who trains has its architecture "
-                    f"'{server.architecture_of(client).name}'. Assign it another one."
-                )
+        self.make_all_models(server)
         large = self.large(server)
         if large not in server.models:
             server.models.add(large, server.architecture().name)
         self._transferred(server)
 
-    def _join(self, server: Server, clients: Sequence[str]) -> None:
-        """Make a model for an architecture that nobody had so far."""
-        for client in clients:
-            if (key := self.model_of(server, client)) not in server.models:
-                server.models.add(key, key)
-
     def large(self, server: Server) -> str:
         """Return the key of the server's own model."""
         architecture = server.architecture()
         return LARGE if any(server.architecture_of(client) is architecture for client in server.clients) else GLOBAL
-
-    def model_of(self, server: Server, client: str) -> str:
-        """Return the model of the client's architecture."""
-        architecture = server.architecture_of(client)
-        return GLOBAL if architecture is server.architecture() else architecture.name
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the large model."""

@@ -30,7 +30,7 @@ from fedlightning.algorithm import (
     requires,
 )
 from fedlightning.callbacks.shared.distillation import both_classes
-from fedlightning.callbacks.shared.fusion import NORMS
+from fedlightning.callbacks.shared.ensemble_fusion import NORMS
 from fedlightning.callbacks.shared.prototypes import ClassMeans, pack
 from fedlightning.callbacks.shared.representations import (
     features_at_start,

@@ -146,11 +146,8 @@ class FedGKT(SharesPredictions):
                 "FedGKT keeps the server's logits of each training sample until the next visit, but the data give another "
                 "sample every time they are read. Remove random augmentation."
             )
-        failure, way_out = (
-            f"FedGKT cannot read features and logits of {name}",
-            "Set head=... to the client's small head.",
-        )
-        with looked_at(setup.module, failure, way_out) as module:
+        failure = f"FedGKT cannot read features and logits of {name}"
+        with looked_at(setup.module, failure, "Set head=... to the client's small head.") as module:
             batch = probes.move_batch(module, batch)
             features = self._predict(module, batch)
             logits, loss = logits_of(module, batch), probes.training_loss(module, batch)

@@ -224,11 +224,6 @@ class FedGroup(Clusters):
                 mixed[name] = narrow(added / whole, own_model[name])
             server.models[cluster] = {**own_model, **mixed}
 
-    def memberships(self, server: Server) -> dict[str, dict[str, float]]:
-        """Return the group of every client that has one."""
-        cluster_by_client = server.state.get(self.key, {}).get("clusters", {})
-        return {client: {cluster: 1.0} for client, cluster in cluster_by_client.items()}
-
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the model of the client's group, unless it is to pre-train."""
         if job.model == GLOBAL:

@@ -163,13 +163,13 @@ class FedKD(SharedPeer):
         if not self.compresses:
             return
         server_state = server.state.get(self.key, {})
-        version, there = server_state.get("version", 0), server_state.get("there", {}).get(job.client)
+        version, client_version = server_state.get("version", 0), server_state.get("there", {}).get(job.client)
         extras = message.extras[self.key] = {"energy": self.energy(server), "version": version}
         change: Mapping[str, Tensor] = server_state.get("change", {})
-        if there is None or there not in (version, version - 1):
+        if client_version is None or client_version not in (version, version - 1):
             return
         matrices = {name.rpartition("/")[0] for name in change}
-        if there == version - 1:
+        if client_version == version - 1:
             extras.update(change)
         message.state = {name: value for name, value in message.state.items() if name not in matrices}
 
@@ -220,8 +220,8 @@ class FedKD(SharedPeer):
         """Note which student the client has."""
         if self.compresses and update.contributed:
             server_state = server.state.get(self.key, {})
-            there = {**server_state.get("there", {}), update.client: server_state.get("version", 0)}
-            server.state[self.key] = {**server_state, "there": there}
+            version_by_client = {**server_state.get("there", {}), update.client: server_state.get("version", 0)}
+            server.state[self.key] = {**server_state, "there": version_by_client}
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Return the mean of the students, put together again."""

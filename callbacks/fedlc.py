@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedlightning.algorithm import Change, Client, Facts, FederatedCallback, Setup, WeightingName
-from fedlightning.callbacks.shared.calibration import (
+from fedlightning.callbacks.shared.logit_calibration import (
     IGNORED,
     check_cross_entropy,
     known_labels,
@@ -80,9 +80,9 @@ class FedLC(FederatedCallback):
         """
         if self.tau > 0.0:
             check_cross_entropy(setup, self.feature_taps, self.key)
-            self._tell_of_absent(setup)
+            self._warn_absent_classes(setup)
 
-    def _tell_of_absent(self, setup: Setup) -> None:
+    def _warn_absent_classes(self, setup: Setup) -> None:
         """Warn where many classes are absent: whatever the strength, nothing keeps the others' logits in their place."""
         class_counts = {
             client: setup.data.class_counts(client) for client in setup.run.clients if setup.data.num_samples[client]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedlightning.algorithm import Client, Facts, FederatedCallback, Setup, WeightingName
-from fedlightning.callbacks.shared.calibration import check_head
+from fedlightning.callbacks.shared.logit_calibration import check_head
 from fedlightning.callbacks.shared.representations import head_path, labels_of, rows
 from fedlightning.callbacks.shared.steps import SeveralSteps
 from fedlightning.ranges import PositiveFloat, Range, make_init

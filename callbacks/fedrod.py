@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from fedlightning.algorithm import Change, Client, Facts, Need, Server, ServerModels, Setup, Stage, WeightingName
-from fedlightning.callbacks.shared.calibration import check_head, samples_by_class
+from fedlightning.callbacks.shared.logit_calibration import check_head, samples_by_class
 from fedlightning.callbacks.shared.representations import head_path, labels_of, rows
 from fedlightning.ranges import make_init
 from fedlightning.wrappers import AddedParametersMixin, FeatureTap, mix, user_class

@@ -16,7 +16,7 @@ from fedlightning.algorithm import Change, Facts, FederatedCallback, Need, Setup
 from fedlightning.ranges import PositiveFloat, Range, make_init, needs
 from fedlightning.tensors import as_reals, clone, dense, load_state, narrow
 
-SMALL = 1e-16
+MIN_LENGTH = 1e-16
 """What keeps a gradient of length 0 from dividing by 0 (the authors' code)."""
 
 
@@ -91,7 +91,7 @@ class FedSAM(FederatedCallback):
         if not scaled:
             return {}
         norms = [torch.linalg.vector_norm(value) for value in scaled.values()]
-        length = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms])) + SMALL
+        length = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms])) + MIN_LENGTH
         return {name: self.rho * factors[name] * value / length.to(value.device) for name, value in scaled.items()}
 
     # -- one step ------------------------------------------------------------------------------------------------------

@@ -255,11 +255,6 @@ class FeSEM(Clusters):
         if self.pull:
             message.extras[self.key] = {"clients": len(server.clients)}
 
-    def memberships(self, server: Server) -> dict[str, dict[str, float]]:
-        """Return the cluster of every client that has been visited."""
-        cluster_by_client = server.state.get(self.key, {}).get("clusters", {})
-        return {client: {cluster: 1.0} for client, cluster in cluster_by_client.items()}
-
     # -- client --------------------------------------------------------------------------------------------------------
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Add the gradient of `pull/m ||W - C||^2`."""

@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from fedlightning.algorithm import Change, Facts, Need, Server, Setup, isolated, probes, requires
 from fedlightning.callbacks.shared.distillation import NoSinglePublicSample
-from fedlightning.callbacks.shared.robust import Combine, RobustRule
+from fedlightning.callbacks.shared.robust_rules import Combine, RobustRule
 from fedlightning.ranges import PositiveFloat, PositiveInt
 from fedlightning.tensors import module_state, to_row
 from fedlightning.wrappers import muted

@@ -20,7 +20,7 @@ from fedlightning.algorithm import (
     Server,
     WeightingName,
 )
-from fedlightning.callbacks.shared.calibration import samples_by_class
+from fedlightning.callbacks.shared.logit_calibration import samples_by_class
 from fedlightning.callbacks.shared.representations import Features, Labels, head_path, labels_of, rows
 from fedlightning.ranges import Range, make_init
 from fedlightning.wrappers import AddedParametersMixin, FeatureTap, Mixin, mix, mixins_of, user_class

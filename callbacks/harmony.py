@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -254,10 +254,6 @@ class Harmony(Clusters):
             message.state = {name: value for name, value in message.state.items() if name in allowed}
         message.state = {**message.state, **select(fusion, set(fusion) & set(message.state))}
 
-    def memberships(self, server: Server) -> Mapping[str, Mapping[str, float]]:
-        """Return the cluster of every client of stage 2."""
-        return {client: {cluster: 1.0} for client, cluster in server.state[self.key]["clusters"].items()}
-
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the averaged model where there is one modality; of several there is no model for all."""
         alone = len(self.networks(server.module)) == 1 and len(server.shared_names()) == len(server.kinds)
@@ -323,10 +319,12 @@ class Harmony(Clusters):
         if client.message.tag == ASK:
             update.extras[self.key] = {"present": self._present(client).float()}
         elif client.message.tag == FUSION and client.contributed:
-            there = client.scratch[self.key].tolist()
+            has_modality = client.scratch[self.key].tolist()
             encoders = parts_of(client.module, self.encoders, "encoders")
             start, now = client.state[self.key]["start"], client.entries
-            biases = [bias(start, now, names) for names, has in zip(encoders.values(), there, strict=True) if has]
+            biases = [
+                bias(start, now, names) for names, has in zip(encoders.values(), has_modality, strict=True) if has
+            ]
             update.extras[self.key] = {"bias": torch.stack(biases)}
 
     def _count(self, client: Client, passed_over: int) -> None:

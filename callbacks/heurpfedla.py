@@ -49,9 +49,9 @@ class HeurpFedLA(pFedLA):
         >>> module = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
         >>> server = SimpleNamespace(module=module, clients=["a", "b"], state={"HeurpFedLA": {"models": {"a": {}}}},
         ...                          seed_of=lambda source: 0, shared_names=module.state_dict)
-        >>> [len(HeurpFedLA(keep_layers=1, keep_by="weight").kept(server, client)) for client in server.clients]
+        >>> [len(HeurpFedLA(keep_layers=1, keep_by="weight").choose_layers(server, client)) for client in server.clients]
         [1, 0]
-        >>> HeurpFedLA(keep_layers=1).kept(server, "a")
+        >>> HeurpFedLA(keep_layers=1).choose_layers(server, "a")
         []
     """
 
@@ -88,7 +88,7 @@ class HeurpFedLA(pFedLA):
                 "Keep fewer than all, or use Local()."
             )
 
-    def kept(self, server: Server, client: str) -> list[int]:
+    def choose_layers(self, server: Server, client: str) -> list[int]:
         """Return the indices of the layers that stay; none before the client has a model of its own, or has learned."""
         if client not in server.state.get(self.key, {}).get("models", {}):
             return []
@@ -106,19 +106,21 @@ class HeurpFedLA(pFedLA):
     def rows(self, server: Server, client: str) -> Tensor:
         """Return ``alpha_i`` with all weight on the client itself in the layers that stay."""
         rows = self.weights(server, client).clone()
-        rows[self.kept(server, client)] = torch.eye(len(server.clients), dtype=rows.dtype)[server.clients.index(client)]
+        rows[self.choose_layers(server, client)] = torch.eye(len(server.clients), dtype=rows.dtype)[
+            server.clients.index(client)
+        ]
         return rows
 
     def mixed(self, server: Server, client: str) -> list[int]:
         """Return the indices of all layers but those that stay."""
-        kept = self.kept(server, client)
+        kept = self.choose_layers(server, client)
         return [layer for layer in super().mixed(server, client) if layer not in kept]
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send ``thbar_i`` without the layers that stay."""
         super().on_broadcast(server, job, message)
         if job.client in server.clients:
-            stays = {name for index in self.kept(server, job.client) for name in layers_of(server)[index]}
+            stays = {name for index in self.choose_layers(server, job.client) for name in layers_of(server)[index]}
             message.state = {name: value for name, value in message.state.items() if name not in stays}
 
     def on_receive(self, client: Client, message: Message) -> None:

@@ -107,13 +107,12 @@ class L2GD(FederatedCallback):
                 f"L2GD balances steps of one size against steps towards the mean, and the module has {len(setup.optimizers)} "
                 "optimizers, each with steps of its own. Use one optimizer, with parameter groups."
             )
-        for optimizer in setup.optimizers:
-            theta = self.theta(largest_lr(optimizer))
-            if theta > 1.0:
-                raise ValueError(
-                    f"L2GD(lam={self.lam}, p={self.p}) would step past the mean: theta = lr * lam * (1 - p) / p = "
-                    f"{theta:.3g}, and 1 is the mean itself. Lower lam or the learning rate, or raise p."
-                )
+        theta = self.theta(max(map(largest_lr, setup.optimizers), default=0.0))
+        if theta > 1.0:
+            raise ValueError(
+                f"L2GD(lam={self.lam}, p={self.p}) would step past the mean: theta = lr * lam * (1 - p) / p = "
+                f"{theta:.3g}, and 1 is the mean itself. Lower lam or the learning rate, or raise p."
+            )
 
     def theta(self, lr: float) -> float:
         """Return the size of the aggregation step that belongs to local steps of ``lr``."""

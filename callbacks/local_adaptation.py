@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from fedlightning.algorithm import NEWCOMER, Change, Client, Facts, Job, Message, Phase, Server, Stage, requires
-from fedlightning.callbacks.checkpoints import is_better, monitored
+from fedlightning.callbacks.model_selection import is_better, monitored
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.partial import other_names, part_names
 from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, at_most_one, make_init, needs
@@ -154,7 +154,7 @@ class LocalAdaptation(AdaptsAtEnd):
     def keep_adapted(self, client: Client) -> None:
         """Store the adapted model if ``keep_if_better`` is off or the model is better on validation data."""
         if self.keep_if_better:
-            before, after = (client.evaluate(state) for state in (self.kept(client), None))
+            before, after = (client.evaluate(state) for state in (self.read_kept(client), None))
             if before and not is_better(monitored(self, after), monitored(self, before), self.mode):
                 return
         self.keep(client)

@@ -80,7 +80,7 @@ class MAPPER(KeepsModel):
             client.scratch[self.key] = _Visit(fixed=h_c)
             yield Phase()
             return
-        h_l = {**h_c, **self.kept(client)}
+        h_l = {**h_c, **self.read_kept(client)}
         visit = client.scratch[self.key] = _Visit(fixed=h_c)
         for lam in self.grid:
             if lam == 0.0:  # h_l has no gradient, and weight decay must not move it

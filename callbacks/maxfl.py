@@ -38,7 +38,7 @@ ALONE = "alone"
 FILE = "appeal.csv"
 COLUMNS = ("round", "client", "weight", "satisfied")
 """Columns of `appeal.csv`."""
-FAR = 20.0
+DISTANCE_LIMIT = 20.0
 """Distance from a requirement beyond which a client counts no less: sigmoids of more are 0 in floating point."""
 
 ONE_MODEL = Need("weighs the changes that clients make to one model", (Change.START, "reduce", "on_reduced"))
@@ -219,6 +219,6 @@ class MaxFL(FederatedCallback):
 
 def appeal_weight(loss: float, requirement: float) -> float:
     """Return `q = sigmoid(z) (1 - sigmoid(z))` with `z = loss - requirement`, cut to [-20, 20]."""
-    z = min(max(loss - requirement, -FAR), FAR)
+    z = min(max(loss - requirement, -DISTANCE_LIMIT), DISTANCE_LIMIT)
     falling = 1.0 / (1.0 + math.exp(abs(z)))  # symmetric to the last bit
     return falling * (1.0 - falling)

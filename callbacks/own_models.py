@@ -17,13 +17,13 @@ class KeepsModel(FederatedCallback):
 
     Example:
         >>> from types import SimpleNamespace
-        >>> KeepsModel().kept(SimpleNamespace(state={"KeepsModel": {"model": {"w": 1.0}}}))
+        >>> KeepsModel().read_kept(SimpleNamespace(state={"KeepsModel": {"model": {"w": 1.0}}}))
         {'w': 1.0}
     """
 
     facts = Facts(keeps=True)
 
-    def kept(self, client: Client) -> State:
+    def read_kept(self, client: Client) -> State:
         """Return the client's own model; empty if it has none yet."""
         model: State = client.state.get(self.key, {}).get("model", {})
         return model
@@ -48,5 +48,5 @@ class KeepsModel(FederatedCallback):
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """Return the client's own model."""
         module = client.copy_module()
-        load_state(module, self.kept(client))
+        load_state(module, self.read_kept(client))
         return module

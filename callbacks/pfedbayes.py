@@ -155,7 +155,7 @@ class pFedBayes(KeepsModel):
     def local_phases(self, client: Client) -> Iterable[Phase]:
         """Train `q_i` and, between its steps, `w_i`; keep the one and send the other."""
         visit = client.scratch[self.key] = _Visit(start=client.model_state())
-        yield Phase(start={**visit.start, **self.kept(client)})
+        yield Phase(start={**visit.start, **self.read_kept(client)})
         self.keep(client)
         load_state(client.module, visit.common)
 

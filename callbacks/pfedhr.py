@@ -75,7 +75,7 @@ class Reassembly:
         names = list(server.models.architectures)
         self.indices = [names.index(server.architecture_of(client).name) for client in models]
         self.candidates: dict[str, State] = {}
-        self.given: dict[str, str] = {}
+        self.choice_by_client: dict[str, str] = {}
         outputs = [self._build(number, places) for number, places in enumerate(self._drawn())]
         if not outputs:
             return
@@ -84,7 +84,7 @@ class Reassembly:
                 self._tune(net, f"model {client}")
         best = nearest_teachers([server.training.outputs(net, self.loader, logits_of) for net in self.nets], outputs)
         keys = list(self.candidates)
-        self.given = {client: keys[place] for client, place in zip(models, best, strict=True)}
+        self.choice_by_client = {client: keys[place] for client, place in zip(models, best, strict=True)}
 
     def _has_labels(self) -> bool:
         """Return whether public data have labels."""
@@ -363,7 +363,7 @@ class pFedHR(SharesPredictions):
             )
             return
         server_state = server.state.get(self.key, {"candidates": {}, "given": {}})
-        choices = {**server_state["given"], **reassembly.given}
+        choices = {**server_state["given"], **reassembly.choice_by_client}
         choices = {client: choices[client] for client in server.clients if client in choices}
         every = server_state["candidates"] | reassembly.candidates
         server.state[self.key] = {

@@ -29,8 +29,8 @@ from fedlightning.algorithm import (
     Wire,
     requires,
 )
-from fedlightning.callbacks.shared.dealt import refuse_new_deal
 from fedlightning.callbacks.shared.representations import ClassLogits, head_path
+from fedlightning.callbacks.shared.values_by_turn import refuse_new_deal
 from fedlightning.layers import expand
 from fedlightning.ranges import Length, NonNegativeFloat, Share, ShareBelowOne, make_init, needs
 from fedlightning.tensors import WeightedMean, module_state, narrow, widen
@@ -81,7 +81,7 @@ class pFedKnow(FederatedCallback):
 
     Example:
         >>> w = torch.tensor([[0.1, -3.0], [2.0, -0.2]])
-        >>> w * kept(w, 0.5)
+        >>> w * select_kept(w, 0.5)
         tensor([[ 0., -3.],
                 [ 2., -0.]])
     """
@@ -166,7 +166,7 @@ class pFedKnow(FederatedCallback):
         share = self.share_of(server, job.client) if job.client in server.clients else 0.0
         message.extras[self.key] = {"prune": share}
         for name in self._prunable(server, message.state) if share else ():
-            message.state = {**message.state, name: message.state[name] * kept(message.state[name], share)}
+            message.state = {**message.state, name: message.state[name] * select_kept(message.state[name], share)}
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Return the mean of each element over the clients that hold it; the model trained on labels as it is."""
@@ -179,7 +179,7 @@ class pFedKnow(FederatedCallback):
             old = server.model[name]
             total, weights = (torch.zeros_like(old, dtype=torch.float64) for _ in range(2))
             for update in updates:
-                mask_weights = widen(kept(old, shares[update.client])) * server.weight(update)
+                mask_weights = widen(select_kept(old, shares[update.client])) * server.weight(update)
                 total, weights = total + mask_weights * widen(update.state[name]), weights + mask_weights
             reduced[name] = narrow(torch.where(weights > 0, total / weights.clamp_min(1e-300), widen(old)), old)
         return reduced
@@ -233,7 +233,7 @@ class pFedKnow(FederatedCallback):
         return gradient * (ctx.anchor[name] != 0)
 
 
-def kept(weights: Tensor, share: float) -> Tensor:
+def select_kept(weights: Tensor, share: float) -> Tensor:
     """Return which elements stay when the smallest in magnitude are pruned, bool of the same shape.
 
     Elements that are 0 are pruned too, so that a client sees from its zeros what it does not hold.

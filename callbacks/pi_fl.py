@@ -316,7 +316,7 @@ class PIFL(Clusters):
         )
         chosen = self._schedule(server, ledger, available, bids)
         before = {cluster: server.models[cluster] for cluster in self.clusters}
-        trained = yield from self._train(server, ledger, chosen)
+        trained = yield from self._train(ledger, chosen)
         for cluster in self.clusters:
             if trained[cluster]:
                 yield from self._settle(server, ledger, cluster, before[cluster], trained[cluster])
@@ -398,7 +398,7 @@ class PIFL(Clusters):
         members = [available[place] for place in order if available[place] in groups]
         return {cluster: [c for c in members if groups[c] == cluster] + dealt[cluster] for cluster in self.clusters}
 
-    def _train(self, server: Server, ledger: Ledger, chosen: Mapping[str, Sequence[str]]) -> Steps:
+    def _train(self, ledger: Ledger, chosen: Mapping[str, Sequence[str]]) -> Steps:
         """Train and make the new models. Return each cluster's answers; who gave none gets the price back."""
         settles = self.ledger or self.incentive
         jobs = [Job(client, model=cluster, keep=settles) for cluster in self.clusters for client in chosen[cluster]]

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fedlightning.callbacks.diagnostics.sensitivity_terms import SensitivityAccumulator
 from fedlightning.layers import ForwardOrder
-from fedlightning.stacked.fit import StackHooks, Turn
+from fedlightning.stacked.stacked_fit import StackHooks, Turn
 from fedlightning.tensors import widen
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.player_fl import PLayerFL
-    from fedlightning.stacked.fit import StackedFit
+    from fedlightning.stacked.stacked_fit import StackedFit
 
 
 class StackedSensitivities(StackHooks):

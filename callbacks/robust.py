@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from fedlightning.callbacks.shared.robust import Bad, RobustRule, capped, clipped, middle, squared_distances
+from fedlightning.callbacks.shared.robust_rules import Bad, RobustRule, capped, clipped, middle, squared_distances
 from fedlightning.ranges import PositiveShare, Range, needs
 
 Radius = Annotated[float, Range("(0, inf)")] | Literal["median"]
@@ -25,7 +25,7 @@ class NormClippedMean(RobustRule):
     Args:
         max_norm: ``M``. ``"median"`` (default): the median norm of the round, right while fewer than half are bad.
         max_share: Largest share of one client in the mean, in (0, 1]. Default 0.5.
-        mixing: As in :class:`~fedlightning.callbacks.shared.robust.RobustRule`: nearest-neighbour mixing before the rule.
+        mixing: As in :class:`~fedlightning.callbacks.shared.robust_rules.RobustRule`: nearest-neighbour mixing first.
 
     Example:
         >>> rule = NormClippedMean(max_norm=1.0)
@@ -54,7 +54,7 @@ class CoordinateMedian(RobustRule):
     Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning", ICML 2018 (arXiv:1803.01498).
 
     Args:
-        mixing: As in :class:`~fedlightning.callbacks.shared.robust.RobustRule`: nearest-neighbour mixing before the rule.
+        mixing: As in :class:`~fedlightning.callbacks.shared.robust_rules.RobustRule`: nearest-neighbour mixing first.
 
     Example:
         >>> CoordinateMedian().combine(torch.tensor([[1.0], [2.0], [1e6]]), torch.ones(3))
@@ -78,7 +78,7 @@ class TrimmedMean(RobustRule):
 
     Args:
         trim: Share of the values that is left out at each end, in [0, 0.5). 0 is the uniform mean.
-        mixing: As in :class:`~fedlightning.callbacks.shared.robust.RobustRule`: nearest-neighbour mixing before the rule.
+        mixing: As in :class:`~fedlightning.callbacks.shared.robust_rules.RobustRule`: nearest-neighbour mixing first.
 
     Example:
         >>> TrimmedMean(trim=0.25).combine(torch.tensor([[1.0], [2.0], [3.0], [1e6]]), torch.ones(4))
@@ -109,7 +109,7 @@ class Krum(RobustRule):
     Args:
         bad: ``f``, the number of bad clients that it is to bear.
         chosen: Number of changes whose mean is taken. Default 1.
-        mixing: As in :class:`~fedlightning.callbacks.shared.robust.RobustRule`: nearest-neighbour mixing before the rule.
+        mixing: As in :class:`~fedlightning.callbacks.shared.robust_rules.RobustRule`: nearest-neighbour mixing first.
 
     Example:
         >>> Krum(bad=1).combine(torch.tensor([[1.0], [1.1], [1.2], [0.9], [1e6]]), torch.ones(5))
@@ -144,7 +144,7 @@ class GeometricMedian(RobustRule):
         max_share: Largest share of one client, below a half: such a client alone would decide. Default 0.4.
         nu: Smoothing. Default 1e-6 (the paper).
         iterations: Most iterations; they end where the point moves no more. Default 1000.
-        mixing: As in :class:`~fedlightning.callbacks.shared.robust.RobustRule`: nearest-neighbour mixing before the rule.
+        mixing: As in :class:`~fedlightning.callbacks.shared.robust_rules.RobustRule`: nearest-neighbour mixing first.
 
     Example:
         >>> GeometricMedian().combine(torch.tensor([[0.0], [1.0], [1e6]]), torch.ones(3)).round(decimals=4)
@@ -193,7 +193,7 @@ class CenteredClipping(RobustRule):
     Args:
         radius: ``tau``. ``"median"`` (default): the median distance from the centre, right while fewer than half are bad.
         iterations: Times that the centre moves. Default 3.
-        mixing: As in :class:`~fedlightning.callbacks.shared.robust.RobustRule`: nearest-neighbour mixing before the rule.
+        mixing: As in :class:`~fedlightning.callbacks.shared.robust_rules.RobustRule`: nearest-neighbour mixing first.
 
     Example:
         >>> CenteredClipping(radius=1.0, iterations=1).combine(torch.tensor([[0.5], [1.0], [1e6]]), torch.ones(3))

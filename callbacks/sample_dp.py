@@ -25,7 +25,6 @@ from fedlightning.algorithm import (
     Facts,
     Need,
     Promise,
-    Protection,
     Server,
     Setup,
     SumCodec,
@@ -37,7 +36,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks import sample_dp_checks as checks
 from fedlightning.callbacks.sample_dp_checks import added, count, patients_of
-from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten, spent_in
+from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
 from fedlightning.callbacks.shared.private_options import Accountant, Clip, Delta, Noise, Private, Scores, some_noise
 from fedlightning.callbacks.shared.record_gradients import Began, RecordGradients, all_of
@@ -228,14 +227,6 @@ class SampleDP(TrainingData, Private):
         least = min((count for count in setup.data.num_samples.values() if count), default=1)
         self.warn_of_few(setup, least, "records of a client")
 
-    def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
-        """Refuse them if the ledger's `epsilon` is spent, or not whole where a run solves for the noise that spends it."""
-        if self.ledger is not None:
-            alike = [dp for dp, _ in runs if isinstance(dp, SampleDP) and dp.ledger == self.ledger]
-            solved = sum(not dp.noise_multiplier for dp in alike)
-            before = max(map(self.epsilon_of, spent_in(self.ledger)), default=0.0)
-            self.refuse_beyond(math.inf if solved + (before > 0) > 1 and solved else before, len(alike))
-
     def on_federation_start(self, server: Server) -> None:
         """Refuse sites without a ledger, which a server could make forget what they have spent."""
         if server.sites:
@@ -413,7 +404,7 @@ class SampleDP(TrainingData, Private):
         Raises:
             ValueError: If not for all of them, and they are needed.
         """
-        with file.held([(*kind, planned)]) as others:
+        with file.hold([(*kind, planned)]) as others:
             room = self.room_for(self._before(history, others), kind, planned)
             if room < planned and all_of_them:
                 since = ", since others of the ledger have spent" if self.ledger is not None and others else ""
@@ -429,7 +420,7 @@ class SampleDP(TrainingData, Private):
         Raises:
             ValueError: If there is no room.
         """
-        with file.held([steps], name) as others:
+        with file.hold([steps], name) as others:
             again = [step for other, taken in file.releases.items() if other != name for step in taken]
             if again and not self.fits([*self._before(history, others), *again, steps]):
                 raise ValueError(
@@ -445,7 +436,7 @@ class SampleDP(TrainingData, Private):
         kept = client.state.get(self.key, {})
         if not kept.get("history") or client.message.work == 0:
             return
-        with self._file(client.id, client.folder).held(None) as every:
+        with self._file(client.id, client.folder).hold(None) as every:
             before = self._before(kept["history"], every)
         left = self.fits([*before, *kept["visit"]])
         update.extras[self.key] = {"epsilon": self._as_told(before), "left": torch.tensor(int(left))}
@@ -457,16 +448,15 @@ class SampleDP(TrainingData, Private):
     def class_means(self, client: Client, update: Update, vectors: Vectors, classes: int) -> dict[int, Tensor]:
         """Return noisy means of the classes that are there, after writing down what they spend."""
         kept, address = client.state[self.key], f"{client.scratch[self.key]}|means"
-        file = self._file(client.id, client.folder, f"{kept['secret']}|{address}")
-        self._enter(file, kept["history"], (self.means_noise, 1.0), 1, all_of_them=True)
+        history, secret, kind = kept["history"], kept["secret"], (self.means_noise, 1.0)
+        file = self._file(client.id, client.folder, f"{secret}|{address}")
+        self._enter(file, history, kind, 1, all_of_them=True)
         client.withhold_data("")
         exact = sums_by_class(vectors(), classes, self.means_clip)
         client.withhold_data(self.key)
-        self._release(
-            file, kept["history"], (self.means_noise, 1.0, 1), digest_of(f"{kept['secret']}|means", exact)[:24]
-        )
-        count(client, self.key, (self.means_noise, 1.0, 1))
-        client.covered_means = released_means(exact, self.means_clip, self.means_noise, kept["secret"], address)
+        self._release(file, history, (*kind, 1), digest_of(f"{secret}|means", exact)[:24])
+        count(client, self.key, (*kind, 1))
+        client.covered_means = released_means(exact, self.means_clip, self.means_noise, secret, address)
         return client.covered_means
 
     # -- the server ----------------------------------------------------------------------------------------------------
@@ -502,7 +492,7 @@ class SampleDP(TrainingData, Private):
             file = self._file(client, server.blueprint.settings.folder_of(client))
             if file.path is not None and file.path.exists():
                 # Of a damaged file the client has told, and failed.
-                with suppress(ValueError), file.held(None) as every:
+                with suppress(ValueError), file.hold(None) as every:
                     kept["epsilon"][client] = max(float(self._as_told(every)), kept["epsilon"].get(client, 0.0))
         if kept["epsilon"]:
             self._write(server, kept)

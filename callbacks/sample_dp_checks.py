@@ -32,7 +32,7 @@ def count(client: Client, key: str, steps: Sequence[float]) -> None:
     client.state[key] = kept | {"history": added(kept["history"], steps), "visit": visit}
 
 
-FEW = 4
+TRIED_RECORDS = 4
 """Records with which a module is tried."""
 
 
@@ -58,9 +58,9 @@ def try_records(module: LightningModule, trainer: Any, owner: str) -> None:
     """
     loader, convert = trainer.train_dataloader, trainer.precision_plugin.convert_input
     with isolated(0, owner):
-        few = [loader.dataset[place] for place in range(min(FEW, len(loader.dataset)))]
+        few = [loader.dataset[place] for place in range(min(TRIED_RECORDS, len(loader.dataset)))]
     batches = []
-    for records in (few, *([record] for record in few[: FEW - 1])):
+    for records in (few, *([record] for record in few[: TRIED_RECORDS - 1])):
         with isolated(0, owner, "batch"):
             batches.append(probes.move_batch(module, convert(loader.collate_fn(records))))
     refuse_mixed_records(module, batches[0], owner, alone=batches[1:])
@@ -139,7 +139,7 @@ def refuse_uncovered(owner: FederatedCallback, setup: Setup, solves: bool, unit:
     refuse_finders(setup.run.lightning_callbacks)
     refuse_trainer(setup.module, setup.run.trainer_arguments.get, len(setup.optimizers))
     for loader in setup.data.train_loaders():
-        refuse_undrawable(loader, owner.key)
+        refuse_undrawable(loader, owner.key, unit == "patient")
     batch = setup.data.first_batch()
     if batch is not None:
         refuse_mixed_records(setup.module, probes.move_batch(setup.module, batch), owner.key)
@@ -169,9 +169,7 @@ def refuse_coupled(why: str) -> None:
         ValueError: With a way out.
     """
     if why:
-        raise ValueError(
-            f"SampleDP covers what each record does to a step, and here one moves the features of others: {why}"
-        )
+        raise ValueError(f"SampleDP covers what each record does to a step, and here one moves others' features: {why}")
 
 
 def refuse_plain(trainer: Trainer, module: LightningModule, unit: str) -> None:
@@ -183,9 +181,7 @@ def refuse_plain(trainer: Trainer, module: LightningModule, unit: str) -> None:
     if unit == "patient":
         raise ValueError("In a plain Trainer nobody knows whose a record is: unit='patient' takes a federation.")
     if reload := trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
-        raise ValueError(
-            f"SampleDP draws the batches of a whole fit: reload_dataloaders_every_n_epochs={reload} is 0 then."
-        )
+        raise ValueError(f"SampleDP draws all batches of a fit: reload_dataloaders_every_n_epochs={reload} is 0 then.")
     entries = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     if others := sorted(module.state_dict().keys() - {name for name, _ in entries}):
         raise ValueError(
@@ -277,7 +273,7 @@ def refuse_trainer(module: LightningModule, argument: Any, optimizers: int) -> N
     """
     if argument("accumulate_grad_batches", 1) not in (None, 1):
         raise ValueError(
-            "SampleDP clips and covers every batch by itself: use accumulate_grad_batches=1 and larger batches."
+            "SampleDP clips and covers each batch alone: use accumulate_grad_batches=1 and larger batches."
         )
     precision = str(argument("precision", "32"))
     if precision in ("bf16-true", "transformer-engine") or ("16" in precision and "bf16" not in precision):
@@ -286,9 +282,7 @@ def refuse_trainer(module: LightningModule, argument: Any, optimizers: int) -> N
             "'bf16-mixed' or '32-true'."
         )
     if not module.automatic_optimization or optimizers > 1:
-        raise ValueError(
-            f"SampleDP makes the step of one optimizer, and {type(module).__name__} optimizes in another way."
-        )
+        raise ValueError(f"SampleDP makes one optimizer's step, and {type(module).__name__} optimizes in another way.")
 
 
 def refuse_forgetting(ledger: str | None, noise_seed: int | None) -> None:

@@ -17,7 +17,7 @@ from fedlightning.algorithm import (
     requires,
     warn,
 )
-from fedlightning.callbacks.checkpoints import ValidationScores, monitor_of
+from fedlightning.callbacks.model_selection import ValidationScores, monitor_of
 from fedlightning.ranges import NonNegativeFloat, Range, at_least_one, make_init, needs
 
 Values = Mapping[str, float]

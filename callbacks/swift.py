@@ -101,7 +101,7 @@ class SWIFT(Gossip):
             steps[client] += 1
             after[client] = y
             if self.averages(steps[client]):
-                heard = server.clock.heard.get(client, {})
+                heard = server.clock.neighbour_models.get(client, {})
                 if self.fresh_only:
                     old = seen.get(client, {})
                     heard = {other: sent for other, sent in heard.items() if sent[0] > old.get(other, -1)}

@@ -35,11 +35,11 @@ In order of importance:
 """
 
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
-from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.by_inputs import EmbeddingPartitioner
 from fedlightning.datamodules.camelyon16 import Camelyon16DataModule
 from fedlightning.datamodules.digits import DigitsDataModule, PairedDigitsDataModule
 from fedlightning.datamodules.drifting import DriftingDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.datamodules.har import KUHARDataModule, UCIHARDataModule
 from fedlightning.datamodules.heart_disease import HeartDiseaseDataModule
 from fedlightning.datamodules.huggingface import HuggingFaceDataModule
@@ -67,14 +67,14 @@ from fedlightning.datamodules.leaf import (
 )
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.mixtures import MixtureDataModule
-from fedlightning.datamodules.modalities import ModalityDataset
-from fedlightning.datamodules.multimodal import MultimodalDataModule
-from fedlightning.datamodules.partition import Partitioner, Plan, SharePlan
+from fedlightning.datamodules.modality_dataset import ModalityDataset
+from fedlightning.datamodules.multimodal_data import MultimodalDataModule
+from fedlightning.datamodules.partition_report import PartitionReport, describe, plot_partition
 from fedlightning.datamodules.partitioned import Partitioned
 from fedlightning.datamodules.partitioners import GroupPlan, IIDPartitioner, NaturalPartitioner, PathologicalPartitioner
+from fedlightning.datamodules.plans import Partitioner, Plan, SharePlan
 from fedlightning.datamodules.ptb_xl import PTBXLDataModule
 from fedlightning.datamodules.public_only import PublicDataModule
-from fedlightning.datamodules.report import PartitionReport, describe, plot_partition
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.shifted import ShiftedDataModule
 from fedlightning.datamodules.skew import (

@@ -15,11 +15,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedlightning.datamodules.another import Public, share_of
 from fedlightning.datamodules.groups import codes_of, cut_groups, keys_of_groups, refuse_shared, rows_of_groups
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import as_classes, encode, read_keys
-from fedlightning.datamodules.partition import Partitioner
+from fedlightning.datamodules.plans import Partitioner
+from fedlightning.datamodules.public_from_another import Public, share_of
 from fedlightning.datamodules.skew import DirichletPartitioner
 from fedlightning.datamodules.views import ArrayDataset, Indices
 from fedlightning.ranges import PositiveInt, ShareBelowOne, at_most_one, checked

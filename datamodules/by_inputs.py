@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule
-from fedlightning.datamodules.partition import Partitioner, Plan, numpy_generator
+from fedlightning.datamodules.plans import Partitioner, Plan, numpy_generator
 from fedlightning.datamodules.views import ArrayDataset, Indices
 from fedlightning.ranges import PositiveInt
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fedlightning.datamodules.csv_tables import column_of, read_table, refuse_twice, whole_of
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
-from fedlightning.datamodules.tables import column_of, read_table, refuse_twice, whole_of
 from fedlightning.ranges import NonNegativeInt, PositiveInt, ShareBelowOne, checked
 from fedlightning.seeding import generator
 

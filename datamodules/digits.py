@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import torch
 
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
-from fedlightning.datamodules.modalities import ModalityDataset, pair_by_class
-from fedlightning.datamodules.multimodal import MultimodalDataModule
-from fedlightning.datamodules.partition import Partitioner, cut
+from fedlightning.datamodules.modality_dataset import ModalityDataset, pair_by_class
+from fedlightning.datamodules.multimodal_data import MultimodalDataModule
+from fedlightning.datamodules.plans import Partitioner, cut
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import NonNegativeFloat, Range, checked
 from fedlightning.seeding import generator

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.plans import cut
 from fedlightning.datamodules.public import without_labels
 from fedlightning.datamodules.sampling import preserve_generators
 from fedlightning.datamodules.views import IndexView, Indices, rows_of, samples_at
@@ -79,10 +79,10 @@ def _rows(inputs: Any, size: int) -> list[bytes] | None:
             for row in range(size)]  # fmt: skip
 
 
-def content_hash(dataset: Any, collate: Callable[[Any], Any], most: int = 64) -> str | None:
+def content_hash(dataset: Any, collate: Callable[[Any], Any]) -> str | None:
     """Return a short hash of what a dataset holds; `None` if that is not tensors, or different at every look.
 
-    Data in memory are read whole, others at `most` positions spread over them.
+    Data in memory are read whole, others at 64 positions spread over them.
 
     Example:
         >>> import torch
@@ -94,13 +94,13 @@ def content_hash(dataset: Any, collate: Callable[[Any], Any], most: int = 64) ->
     """
     size = len(dataset)
     whole = rows_of(dataset) is not None
-    positions = np.arange(size) if whole or size <= most else np.linspace(0, size - 1, most).astype(np.int64)
+    positions = np.arange(size) if whole or size <= 64 else np.linspace(0, size - 1, 64).astype(np.int64)
     looks = [_content(dataset, positions, collate) for _ in range(1 if whole else 2)]
     return looks[0] if all(look == looks[0] for look in looks) else None
 
 
-def look(dataset: Any, samples: int = 4, values: int = 16) -> str | None:
-    """Return a short hash of a few samples of data in memory, to tell other data; `None` if they are elsewhere.
+def hash_samples(dataset: Any) -> str | None:
+    """Return a short hash of 16 values of 4 samples of data in memory, to tell other data; `None` if they are elsewhere.
 
     Fractions count to a sixteenth of the largest of them, so that the last bits, which may differ from one machine to
     another where data are standardised, do not count.
@@ -108,19 +108,19 @@ def look(dataset: Any, samples: int = 4, values: int = 16) -> str | None:
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
-        >>> from fedlightning.datamodules.groups import look
+        >>> from fedlightning.datamodules.groups import hash_samples
         >>> x = torch.linspace(0.1, 0.9, 12).reshape(6, 2)
-        >>> one, other, third = (look(TensorDataset(data)) for data in (x, x * (1 + 1e-6), x + 1.0))
+        >>> one, other, third = (hash_samples(TensorDataset(data)) for data in (x, x * (1 + 1e-6), x + 1.0))
         >>> one == other, one == third
         (True, False)
     """
     if rows_of(dataset) is None or not len(dataset):
         return None
     digest, size = hashlib.sha256(), len(dataset)
-    for place in np.linspace(0, size - 1, min(samples, size)).astype(np.int64).tolist():
+    for place in np.linspace(0, size - 1, min(4, size)).astype(np.int64).tolist():
         for part in _tensors(dataset[place]):
             flat = part.detach().cpu().reshape(-1)
-            some = flat[torch.linspace(0, max(len(flat) - 1, 0), min(values, len(flat))).long()]
+            some = flat[torch.linspace(0, max(len(flat) - 1, 0), min(16, len(flat))).long()]
             digest.update(repr((str(part.dtype), tuple(part.shape), _coarse(some))).encode())
     return digest.hexdigest()[:12]
 

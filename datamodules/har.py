@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedlightning.datamodules.base import sort_clients
+from fedlightning.datamodules.csv_tables import extreme_of, text_of
 from fedlightning.datamodules.download import refuse_absent
+from fedlightning.datamodules.federated_data import sort_clients
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
-from fedlightning.datamodules.tables import extreme_of, text_of
 from fedlightning.datamodules.views import ArrayDataset, Indices
 from fedlightning.ranges import PositiveInt, ShareBelowOne, checked, number_in
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedlightning.datamodules.base import clients_here
+from fedlightning.datamodules.agreed_statistics import spread_of
+from fedlightning.datamodules.csv_tables import finite, refuse_extremes, text_of
+from fedlightning.datamodules.federated_data import clients_here
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
-from fedlightning.datamodules.statistics import spread_of
-from fedlightning.datamodules.tables import finite, refuse_extremes, text_of
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import ShareBelowOne, at_most_one, checked
 

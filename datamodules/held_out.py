@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import DataLoader
 
-from fedlightning.datamodules.base import FederatedDataModule, sort_clients
+from fedlightning.datamodules.federated_data import FederatedDataModule, sort_clients
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule, union_loader, union_of
 from fedlightning.datamodules.wrapped import WrappedDataModule
@@ -66,7 +66,7 @@ def draw_clients(ordered: Sequence[str], how_many: int | float, seed: int, purpo
     return [ordered[place] for place in sorted(places)]
 
 
-def without(data: FederatedDataModule, clients: Collection[str]) -> FederatedDataModule:
+def exclude_clients(data: FederatedDataModule, clients: Collection[str]) -> FederatedDataModule:
     """Return the same data in which some clients are not among the clients, nor in any union of them.
 
     Public data that were taken from the clients (`public_fraction`) are those of the clients that are left.
@@ -76,14 +76,14 @@ def without(data: FederatedDataModule, clients: Collection[str]) -> FederatedDat
         >>> from torch.utils.data import TensorDataset
         >>> sizes = {"a": 3, "b": 5, "c": 4}
         >>> data = LoaderDataModule({name: DataLoader(TensorDataset(torch.zeros(n, 2))) for name, n in sizes.items()})
-        >>> others = without(data, ["b"])
+        >>> others = exclude_clients(data, ["b"])
         >>> others.client_ids, len(others.pooled_dataloader("train").dataset), others.num_samples("b")
         (['a', 'c'], 7, 5)
     """
     if not clients:
         return data
     if isinstance(data, LoaderDataModule):
-        return data.without(clients)
+        return data.exclude(clients)
     out = set(clients)
     left = [client for client in data.client_ids if client not in out]
     if isinstance(data, IndexedFederatedDataModule):

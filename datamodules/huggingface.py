@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedlightning.datamodules.arrays import federate, keys_for, suited
+from fedlightning.datamodules.csv_tables import refuse_extremes
 from fedlightning.datamodules.image_files import floats_of, pixels_of, shown
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import as_classes, check_classes, encode
-from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
-from fedlightning.datamodules.tables import refuse_extremes
+from fedlightning.datamodules.plans import Partitioner
 from fedlightning.errors import missing_package
 from fedlightning.ranges import Length, ShareBelowOne, checked, exactly_one
 

@@ -102,7 +102,7 @@ class ImageFiles(FileSamples):
         self.size, self.transform, self.channels, self.crop = size, transform, channels, crop
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        image = floats_of(self.kept(index))
+        image = floats_of(self.read_cached(index))
         return (image if self.transform is None else self.transform(image)), self.targets[index]
 
     def read(self, index: int) -> Tensor:

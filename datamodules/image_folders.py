@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from fedlightning.datamodules.base import SPLITS, sort_clients
+from fedlightning.datamodules.federated_data import SPLITS, sort_clients
 from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.image_files import ImageFiles
 from fedlightning.datamodules.labels import check_classes

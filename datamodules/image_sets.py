@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.download import fetch, find, missing
-from fedlightning.datamodules.partition import Partitioner
+from fedlightning.datamodules.plans import Partitioner
 from fedlightning.datamodules.readers import check_images, cifar_batches, read_idx
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import checked

@@ -10,11 +10,11 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from fedlightning.datamodules.base import clients_here
+from fedlightning.datamodules.csv_tables import column_of, read_table, refuse_twice, whole_of
+from fedlightning.datamodules.federated_data import clients_here
 from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.image_files import ImageFiles, lacking_files
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
-from fedlightning.datamodules.tables import column_of, read_table, refuse_twice, whole_of
 from fedlightning.ranges import ShareBelowOne, checked
 
 CENTRES = ("0", "1", "2", "3", "4", "5")

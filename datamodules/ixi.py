@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedlightning.datamodules.base import clients_here
+from fedlightning.datamodules.csv_tables import column_of, extreme_of, read_table, whole_of
+from fedlightning.datamodules.federated_data import clients_here
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
-from fedlightning.datamodules.tables import column_of, extreme_of, read_table, whole_of
 from fedlightning.datamodules.views import FileSamples
 from fedlightning.errors import missing_package
 from fedlightning.ranges import ShareBelowOne, checked
@@ -121,7 +121,7 @@ class Volumes(FileSamples):
         self.images, self.masks, self.shape = images, masks, shape
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        sample: tuple[Tensor, Tensor] = self.kept(index)
+        sample: tuple[Tensor, Tensor] = self.read_cached(index)
         return sample
 
     def read(self, index: int) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from fedlightning.datamodules.tables import code_of
+from fedlightning.datamodules.csv_tables import code_of
 from fedlightning.datamodules.views import ArrayDataset, IndexView
 
 _ATTRIBUTES = ("targets", "labels")
 LABEL_KEYS = ("label", "labels", "y", "target", "targets")
-FEW = 20
+SLIP_SAMPLES = 20
 """Samples from which a class with one of them may be a slip."""
 MOST_FLOAT_CLASSES = 100
 """Float targets with more different values than this are measurements, even if all of them are whole numbers."""
@@ -45,7 +45,7 @@ def read_keys(dataset: Any, split: str, source: Any = None, walk: bool = True) -
             raise ValueError(f"The labels given have no entry for the {split} data; give one under {split!r}.")
         source = source[split]
     if isinstance(source, str):
-        keys = _known(dataset, (source,))
+        keys = _find_keys(dataset, (source,))
         if keys is None:
             keys = _walk(dataset, (source,), positional=False)
         if keys is None:
@@ -63,7 +63,7 @@ def read_keys(dataset: Any, split: str, source: Any = None, walk: bool = True) -
                 "sample, and with several splits a mapping {'train': ..., 'test': ...} or a function dataset -> array."
             )
         return keys
-    keys = _known(dataset, _ATTRIBUTES)
+    keys = _find_keys(dataset, _ATTRIBUTES)
     return _walk(dataset, LABEL_KEYS, positional=True) if keys is None and walk else keys
 
 
@@ -146,7 +146,7 @@ def ask_about_one(values: np.ndarray, what: str, where: str, way: str = "") -> N
     """Warn of a class or client that one of many samples has."""
     names, counts = np.unique(values, return_counts=True)
     alone = names[counts == 1].tolist()
-    if alone and len(values) >= FEW:
+    if alone and len(values) >= SLIP_SAMPLES:
         more = f", and so have {len(alone) - 1} more" if alone[1:] else ""
         rank_zero_warn(
             f"{where}: {what} {alone[0]!r} has one of {len(values)} samples{more}. If that is a slip, correct it{way}.",
@@ -154,13 +154,13 @@ def ask_about_one(values: np.ndarray, what: str, where: str, way: str = "") -> N
         )
 
 
-def _known(dataset: Any, attributes: tuple[str, ...]) -> np.ndarray | None:
+def _find_keys(dataset: Any, attributes: tuple[str, ...]) -> np.ndarray | None:
     """Return keys that the dataset has as an attribute or tensor."""
     if isinstance(dataset, Subset | IndexView):
-        inner = _known(dataset.dataset, attributes)
+        inner = _find_keys(dataset.dataset, attributes)
         return None if inner is None else inner[np.asarray(dataset.indices, dtype=np.int64)]
     if isinstance(dataset, ConcatDataset):
-        parts = [_known(part, attributes) for part in dataset.datasets]
+        parts = [_find_keys(part, attributes) for part in dataset.datasets]
         arrays = [part for part in parts if part is not None]
         return np.concatenate(arrays) if arrays and len(arrays) == len(parts) else None
     for name in attributes:

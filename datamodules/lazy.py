@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 
 from torch.utils.data import DataLoader, Dataset
 
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule, check_split
+from fedlightning.datamodules.federated_data import SPLITS, FederatedDataModule, check_split
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import IndexView, collate_rows
 from fedlightning.ranges import Range, checked
@@ -97,7 +97,7 @@ class LazyClients(FederatedDataModule):
         self.drop_last, self.collate_fn, self.num_workers, self.keep = drop_last, collate_fn, num_workers, keep
         self._make, self._sizes = make, dict(sizes or {})
         self.name = name or (kind if make is None else _name(make))
-        self._held: OrderedDict[int, Mapping[str, Dataset[Any]]] = OrderedDict()
+        self._datasets_by_client: OrderedDict[int, Mapping[str, Dataset[Any]]] = OrderedDict()
         self._ids: list[str] | None = None
         for split, split_sizes in self._sizes.items():
             check_split(split)
@@ -202,9 +202,9 @@ class LazyClients(FederatedDataModule):
         return number
 
     def _client(self, number: int) -> Mapping[str, Dataset[Any]]:
-        if number in self._held:
-            self._held.move_to_end(number)
-            return self._held[number]
+        if number in self._datasets_by_client:
+            self._datasets_by_client.move_to_end(number)
+            return self._datasets_by_client[number]
         datasets = self.client(number)
         if not isinstance(datasets, Mapping) or not set(datasets) <= set(SPLITS):
             what = sorted(datasets) if isinstance(datasets, Mapping) else f"a {type(datasets).__name__}"
@@ -219,14 +219,14 @@ class LazyClients(FederatedDataModule):
                     f"Client '{number}' of {type(self).__name__} has {count} samples in its {split} split, and its size was "
                     f"given as {declared}. Sizes weight the clients, and say who is scored: give those that client() returns."
                 )
-        self._held[number] = datasets
-        while len(self._held) > self.keep:
-            self._held.popitem(last=False)
+        self._datasets_by_client[number] = datasets
+        while len(self._datasets_by_client) > self.keep:
+            self._datasets_by_client.popitem(last=False)
         return datasets
 
     def __getstate__(self) -> dict[str, Any]:
         # neither a Trainer nor what was made of clients is part of the data that go to another process
-        return self.__dict__ | {"trainer": None, "_held": OrderedDict()}
+        return self.__dict__ | {"trainer": None, "_datasets_by_client": OrderedDict()}
 
 
 def _name(make: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.utils.data import BatchSampler, ChainDataset, ConcatDataset, DataLoader, IterableDataset, RandomSampler
 
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule, sort_clients
+from fedlightning.datamodules.federated_data import SPLITS, FederatedDataModule, sort_clients
 from fedlightning.datamodules.partitioned import loader_options
 from fedlightning.datamodules.sampling import (
     AddressedSampler,
@@ -116,7 +116,7 @@ class LoaderDataModule(FederatedDataModule):
     def public_dataloader(self) -> DataLoader[Any] | None:
         return self._public
 
-    def without(self, clients: Collection[str]) -> LoaderDataModule:
+    def exclude(self, clients: Collection[str]) -> LoaderDataModule:
         """Return the same data without some clients; asked by name, it still gives those clients' loaders."""
         few = copy.copy(self)
         few._clients = [client for client in self._clients if client not in clients]

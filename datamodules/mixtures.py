@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule, cut_off
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.partition import apportion, cut
+from fedlightning.datamodules.plans import apportion, cut
 from fedlightning.datamodules.views import ArrayDataset, IndexView, Indices, collate_rows
 from fedlightning.ranges import Instance, Length, PositiveInt, checked, number_in
 from fedlightning.seeding import generator

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from fedlightning.datamodules.base import SPLITS
 from fedlightning.datamodules.download import refuse_absent
+from fedlightning.datamodules.federated_data import SPLITS
 from fedlightning.datamodules.groups import cut_groups
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split, check_each
 from fedlightning.datamodules.views import Indices

@@ -19,13 +19,13 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fedlightning.datamodules.another import Public, share_of
 from fedlightning.datamodules.arrays import federate, keys_for, suited
-from fedlightning.datamodules.base import refuse_drift
+from fedlightning.datamodules.federated_data import refuse_drift
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import encode, read_keys
-from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
+from fedlightning.datamodules.plans import Partitioner
+from fedlightning.datamodules.public_from_another import Public, share_of
 from fedlightning.datamodules.views import worker_options
 from fedlightning.ranges import ShareBelowOne, checked
 from fedlightning.seeding import isolated

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fedlightning.datamodules.partition import Partitioner, Plan, SharePlan, as_labels, numpy_generator
+from fedlightning.datamodules.plans import Partitioner, Plan, SharePlan, as_labels, numpy_generator
 from fedlightning.datamodules.views import Indices
 from fedlightning.ranges import PositiveInt
 

@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from fedlightning.datamodules.base import sort_clients
+from fedlightning.datamodules.csv_tables import column_of, read_table, refuse_twice, whole_of
+from fedlightning.datamodules.federated_data import sort_clients
 from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
-from fedlightning.datamodules.tables import column_of, read_table, refuse_twice, whole_of
 from fedlightning.datamodules.views import FileSamples
 from fedlightning.errors import missing_package
 from fedlightning.ranges import NonNegativeInt, checked
@@ -96,13 +96,15 @@ class PTBXLDataModule(NaturalSites):
         if not clients:
             raise ValueError(f"{source}: no site has {self.min_records} records; use a smaller min_records.")
         kept = (y >= 0) & np.isin(sites, clients)
-        self._say(len(kept), int((y < 0).sum()), int((sites == "").sum()), int(kept.sum()), len(counts) - len(clients))
-        places: dict[str, set[str]] = {}
+        self._warn_left_out(
+            len(kept), int((y < 0).sum()), int((sites == "").sum()), int(kept.sum()), len(counts) - len(clients)
+        )
+        sites_by_patient: dict[str, set[str]] = {}
         for patient, site in zip(patients[kept].tolist(), sites[kept].tolist(), strict=True):
-            places.setdefault(patient, set()).add(site)
-        both = sum(len(sites_of_patient) > 1 for sites_of_patient in places.values())
-        if both:
-            rank_zero_warn(f"{source.name}: {both} patients have records at two or more sites.", category=UserWarning)
+            sites_by_patient.setdefault(patient, set()).add(site)
+        moved = sum(len(sites_of_patient) > 1 for sites_of_patient in sites_by_patient.values())
+        if moved:
+            rank_zero_warn(f"{source.name}: {moved} patients have records at two or more sites.", category=UserWarning)
         files = column_of(table, "filename_lr" if self.rate == 100 else "filename_hr", "record").cells
         refuse_twice(source, files, "record")
         rows = {
@@ -120,7 +122,7 @@ class PTBXLDataModule(NaturalSites):
         statements = read_table(self.root / FILES[1], only=("code", "diagnostic_class"), index="code")
         names = column_of(statements, "code", "statement").cells
         refuse_twice(self.root / FILES[1], names, "statement")
-        kinds = dict(zip(names, column_of(statements, "diagnostic_class", "statement").cells, strict=True))
+        class_by_statement = dict(zip(names, column_of(statements, "diagnostic_class", "statement").cells, strict=True))
         classes = np.full(len(cells), -1, dtype=np.int64)
         for row, cell in enumerate(cells):
             try:
@@ -129,25 +131,26 @@ class PTBXLDataModule(NaturalSites):
                 raise ValueError(
                     f"{source}, sample {row + 1}: scp_codes {cell[:40]!r} is not a table of statements."
                 ) from error
-            unknown = next((code for code in codes if code not in kinds), None)
+            unknown = next((code for code in codes if code not in class_by_statement), None)
             if unknown is not None:
                 raise ValueError(f"{source}, sample {row + 1}: statement {unknown!r} is not in {FILES[1]}.")
-            scores = [(value, CLASSES.index(kinds[code])) for code, value in codes.items() if kinds[code] in CLASSES]
+            superclasses = [(value, class_by_statement[code]) for code, value in codes.items()]
+            scores = [(value, CLASSES.index(name)) for value, name in superclasses if name in CLASSES]
             if scores:
                 best = max(scores)[1]
                 classes[row] = best if self.task == "superclass" else int(any(kind > 0 for _, kind in scores))
         return classes
 
     def _check_folds(self, patients: np.ndarray, folds: np.ndarray, source: Path) -> None:
-        first: dict[str, int] = {}
+        fold_by_patient: dict[str, int] = {}
         for row, (patient, fold) in enumerate(zip(patients.tolist(), folds.tolist(), strict=True)):
-            if first.setdefault(patient, fold) != fold:
+            if fold_by_patient.setdefault(patient, fold) != fold:
                 raise ValueError(
-                    f"{source}, sample {row + 1}: patient {patient} is in folds {first[patient]} and {fold}; it is "
+                    f"{source}, sample {row + 1}: patient {patient} is in folds {fold_by_patient[patient]} and {fold}; it is "
                     "not PTB-XL's file."
                 )
 
-    def _say(self, total: int, unlabelled: int, nowhere: int, kept: int, small: int) -> None:
+    def _warn_left_out(self, total: int, unlabelled: int, nowhere: int, kept: int, small: int) -> None:
         if kept < total:
             rank_zero_warn(
                 f"{type(self).__name__} leaves out {total - kept} of {total} records: {unlabelled} have no diagnostic "
@@ -175,7 +178,7 @@ class Records(FileSamples):
         self.paths, self.targets, self.length = paths, torch.from_numpy(labels), length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.kept(index), self.targets[index]
+        return self.read_cached(index), self.targets[index]
 
     def read(self, index: int) -> Tensor:
         path = self.paths[index]

@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from fedlightning.datamodules.another import Another, another, is_data_set, loader_of
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.datamodules.groups import content_hash
 from fedlightning.datamodules.held_out import WithoutClients
 from fedlightning.datamodules.public import has_positions
+from fedlightning.datamodules.public_from_another import Another, another, is_data_set, loader_of
 from fedlightning.ranges import PositiveInt, checked
 
 
@@ -56,24 +56,24 @@ class PublicDataModule(WithoutClients):
             raise ValueError(f"{name} got public={public!r:.60}; give a map-style Dataset or a LightningDataModule.")
         self.public, self.batch_size, self.seed = public, int(batch_size), int(seed)
         self.public_labels, self.collate_fn = bool(public_labels), collate_fn
-        self._found: Another | None = None
+        self._public_set: Another | None = None
 
     def __repr__(self) -> str:
         """Return the class, and how many samples there are once that is known."""
-        size = "not set up" if self._found is None else f"{len(self._found.positions)} public samples"
+        size = "not set up" if self._public_set is None else f"{len(self._public_set.positions)} public samples"
         return f"<{type(self).__name__}: {size}>"
 
     def setup(self, stage: str | None = None) -> None:
         """Read the data at the first call (Lightning's hook)."""
-        if self._found is None:
+        if self._public_set is None:
             options = {"batch_size": self.batch_size, "collate_fn": self.collate_fn}
-            self._found = another(self, self.public, options, {}, self.seed)
-            self._found.checked = False  # there are no clients here to compare with
+            self._public_set = another(self, self.public, options, {}, self.seed)
+            self._public_set.checked = False  # there are no clients here to compare with
 
     def public_dataloader(self) -> DataLoader[Any] | None:
-        if self._found is None:
+        if self._public_set is None:
             return None
-        public_set = self._found
+        public_set = self._public_set
         return loader_of(public_set.dataset, public_set.positions, public_set.options, self.seed, self.public_labels)
 
     def _refuse(self) -> NoReturn:

@@ -22,7 +22,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from fedlightning.ranges import NonNegativeInt, checked
+from fedlightning.errors import ConfigurationError
 from fedlightning.seeding import address, generator, isolated
 
 KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -40,10 +40,10 @@ def own_generators(value: Any) -> Iterator[tuple[str, Any]]:
         >>> [place for place, _ in own_generators(RandomSampler(range(3), generator=torch.Generator()))]
         ['RandomSampler.generator']
     """
-    yield from _found(value, type(value).__name__, set(), 0)
+    yield from _find_generators(value, type(value).__name__, set(), 0)
 
 
-def _found(value: Any, place: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+def _find_generators(value: Any, place: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
     if id(value) in seen or depth > DEEPEST or isinstance(value, NOT_LOOKED_INTO):
         return
     seen.add(id(value))
@@ -53,10 +53,10 @@ def _found(value: Any, place: str, seen: set[int], depth: int) -> Iterator[tuple
         if len(value) <= MOST_ENTRIES:
             pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
             for key, entry in pairs:
-                yield from _found(entry, f"{place}[{key!r}]", seen, depth + 1)
+                yield from _find_generators(entry, f"{place}[{key!r}]", seen, depth + 1)
     elif isinstance(getattr(value, "__dict__", None), dict):
         for name, entry in vars(value).items():
-            yield from _found(entry, f"{place}.{name}", seen, depth + 1)
+            yield from _find_generators(entry, f"{place}.{name}", seen, depth + 1)
 
 
 @contextmanager
@@ -234,8 +234,9 @@ class AddressedSampler(Sampler[int]):
         True
     """
 
-    @checked
-    def __init__(self, size: NonNegativeInt, client: str, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(self, size: int, client: str, shuffle: bool = True, seed: int = 0) -> None:
+        if size < 0:  # by hand: one is made in each visit
+            raise ConfigurationError(f"AddressedSampler got size={size}. Use a whole number of at least 0.")
         self.size, self.client, self.shuffle = int(size), str(client), bool(shuffle)
         self.generator = torch.Generator()
         self.start(seed=seed, round=0)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fedlightning.datamodules.partition import (
+from fedlightning.datamodules.plans import (
     Concentration,
     Partitioner,
     Plan,

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.digits import DigitsDataModule
-from fedlightning.datamodules.modalities import ModalityDataset, pair_by_class
-from fedlightning.datamodules.multimodal import MultimodalDataModule
-from fedlightning.datamodules.partition import Partitioner
+from fedlightning.datamodules.modality_dataset import ModalityDataset, pair_by_class
+from fedlightning.datamodules.multimodal_data import MultimodalDataModule
+from fedlightning.datamodules.plans import Partitioner
 from fedlightning.ranges import Instance, checked, needs
 from fedlightning.seeding import generator
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedlightning.datamodules.partition import Partitioner
-from fedlightning.datamodules.tables import Column, refuse_extremes
+from fedlightning.datamodules.csv_tables import Column, refuse_extremes
+from fedlightning.datamodules.plans import Partitioner
 from fedlightning.datamodules.tabular import TabularFederatedDataModule
 from fedlightning.ranges import checked, number_in
 

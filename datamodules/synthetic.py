@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from fedlightning.datamodules.base import SPLITS
+from fedlightning.datamodules.federated_data import SPLITS
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.lazy import LazyClients
-from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.plans import cut
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import (
     Length,

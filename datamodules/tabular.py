@@ -17,15 +17,9 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedlightning.datamodules.another import Public, share_of
+from fedlightning.datamodules.agreed_statistics import Open, check_scale, one_hot, standardised
 from fedlightning.datamodules.arrays import federate, suited
-from fedlightning.datamodules.groups import looks_like_identifier
-from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.labels import ask_about_one, ask_about_spelling, check_classes
-from fedlightning.datamodules.partition import Partitioner
-from fedlightning.datamodules.partitioners import NaturalPartitioner
-from fedlightning.datamodules.statistics import Open, check_scale, one_hot, standardised
-from fedlightning.datamodules.tables import (
+from fedlightning.datamodules.csv_tables import (
     Column,
     Form,
     classes_named,
@@ -40,8 +34,14 @@ from fedlightning.datamodules.tables import (
     refuse_other_numbers,
     repeats,
 )
+from fedlightning.datamodules.groups import looks_like_identifier
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.labels import ask_about_one, ask_about_spelling, check_classes
+from fedlightning.datamodules.partitioners import NaturalPartitioner
+from fedlightning.datamodules.plans import Partitioner
+from fedlightning.datamodules.public_from_another import Public, share_of
 from fedlightning.datamodules.views import ArrayDataset
-from fedlightning.datamodules.words import WordNumbers
+from fedlightning.datamodules.word_numbers import WordNumbers
 from fedlightning.ranges import Length, PositiveInt, ShareBelowOne, checked, exactly_one
 
 MOST_CLASSES = 20

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedlightning.datamodules.base import clients_here
+from fedlightning.datamodules.csv_tables import Column, column_of, numbers_of, read_table, refuse_extremes, refuse_twice
+from fedlightning.datamodules.federated_data import clients_here
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
-from fedlightning.datamodules.tables import Column, column_of, numbers_of, read_table, refuse_extremes, refuse_twice
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import ShareBelowOne, checked
 
@@ -100,11 +100,11 @@ class TCGABRCADataModule(NaturalSites):
         if not np.isin(y[:, 0], (0, 1)).all() or (y[:, 1] < 0).any():
             raise ValueError(f"{path} has an E other than 0 and 1 or a negative T; it is not FLamby's file.")
         events = y[:, 0].astype(np.int64)
-        parts = self._held(patients)
+        parts = self._read_folds(patients)
         rows = {region: {split: parts[f"{split}_{region}"] for split in ("train", "test")} for region in self.regions}
         return SiteSamples(ArrayDataset(torch.from_numpy(x).float(), torch.from_numpy(y).float()), rows, events)
 
-    def _held(self, patients: Sequence[str]) -> dict[str, np.ndarray]:
+    def _read_folds(self, patients: Sequence[str]) -> dict[str, np.ndarray]:
         """Return the rows of each region and split, ascending: `train_0`, `test_0`, ..."""
         path = self.path_of(FILES[1])
         table = read_table(path)

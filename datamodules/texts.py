@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.datamodules.arrays import federate
-from fedlightning.datamodules.base import SPLITS
+from fedlightning.datamodules.federated_data import SPLITS
 from fedlightning.datamodules.loaders import LoaderDataModule
-from fedlightning.datamodules.partition import Partitioner
+from fedlightning.datamodules.plans import Partitioner
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
 from fedlightning.seeding import generator

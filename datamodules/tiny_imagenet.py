@@ -11,12 +11,12 @@ import numpy as np
 from torch import Tensor
 
 from fedlightning.datamodules.arrays import federate, keys_for, some_rows
+from fedlightning.datamodules.csv_tables import refuse_twice, text_of
 from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.image_files import ImageFiles, lacking_files
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.partition import Partitioner
+from fedlightning.datamodules.plans import Partitioner
 from fedlightning.datamodules.skew import DirichletPartitioner
-from fedlightning.datamodules.tables import refuse_twice, text_of
 from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
 
 ANNOTATIONS = Path("val", "val_annotations.txt")

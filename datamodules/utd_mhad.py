@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from fedlightning.datamodules.modalities import ModalityDataset
-from fedlightning.datamodules.multimodal import MultimodalDataModule
-from fedlightning.datamodules.partition import Partitioner
+from fedlightning.datamodules.csv_tables import extreme_of
+from fedlightning.datamodules.modality_dataset import ModalityDataset
+from fedlightning.datamodules.multimodal_data import MultimodalDataModule
 from fedlightning.datamodules.partitioners import NaturalPartitioner
-from fedlightning.datamodules.tables import extreme_of
+from fedlightning.datamodules.plans import Partitioner
 from fedlightning.ranges import Range, checked
 
 ACTIONS, JOINTS = 27, 20

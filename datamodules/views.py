@@ -65,7 +65,7 @@ class FileSamples(Dataset[Any]):
 
     def __init__(self, size: int, cache: bool) -> None:
         self._size = size
-        self._kept: dict[int, Any] | None = {} if cache else None
+        self._cache: dict[int, Any] | None = {} if cache else None
 
     def __len__(self) -> int:
         return self._size
@@ -74,13 +74,13 @@ class FileSamples(Dataset[Any]):
         """Return what the files of a sample hold."""
         raise NotImplementedError
 
-    def kept(self, index: int) -> Any:
+    def read_cached(self, index: int) -> Any:
         """Return what :meth:`read` returns, from memory where it is kept."""
-        if self._kept is None:
+        if self._cache is None:
             return self.read(index)
-        if index not in self._kept:
-            self._kept[index] = self.read(index)
-        return self._kept[index]
+        if index not in self._cache:
+            self._cache[index] = self.read(index)
+        return self._cache[index]
 
 
 class Rows(Sequence[Any]):

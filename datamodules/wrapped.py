@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch.utils.data import DataLoader
 
-from fedlightning.datamodules.base import FederatedDataModule, refuse_drift
+from fedlightning.datamodules.federated_data import FederatedDataModule, refuse_drift
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule
 
 

@@ -30,7 +30,7 @@ from fedlightning.callbacks import Central, FedIT, FedPer, FedSALoRA, Local
 from fedlightning.datamodules import ByteTokenizer, DirichletPartitioner, TextFolderDataModule
 from fedlightning.models import HFModule, load_pretrained
 from fedlightning.report.build import build_report
-from fedlightning.study.runs import load_study, runs_below
+from fedlightning.study.finished_runs import load_study, runs_below
 from fedlightning.study.study import Study
 
 CLIENTS = 8

@@ -24,14 +24,14 @@ from fedlightning.client.fit import configured_callbacks
 from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import Protection
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.datamodules.held_out import ClientSubset
 from fedlightning.deployment.checkpoints import load_initial_weights, read_privacy
-from fedlightning.engines.base import ClientRecords, Engine
+from fedlightning.engines.contract import ClientRecords, Engine
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.errors import ConfigurationError, refuse_without_posix, warn
-from fedlightning.fast.evaluation import FastEvaluator, RowTable
-from fedlightning.fast.fit import FastFitter
+from fedlightning.fast.fast_evaluation import FastEvaluator, RowTable
+from fedlightning.fast.fast_fit import FastFitter
 from fedlightning.fast.module_copier import Copier
 from fedlightning.guards.dry_run import (
     DISTINCT,
@@ -65,7 +65,7 @@ from fedlightning.server.parts import Part, Parts
 from fedlightning.server.population import Participation, Population, aggregate_data_statistics
 from fedlightning.server.progress import RichProgress
 from fedlightning.server.server import Server
-from fedlightning.stacked.engine import choose
+from fedlightning.stacked.vectorized_engine import choose
 from fedlightning.storage.files import is_writing_process
 from fedlightning.virtual_time.timeline import Timeline
 
@@ -254,7 +254,7 @@ def make_engine(options: EngineOptions, runner: ClientRuntime, store: ClientReco
 
         return RayEngine(runner, store, options)
     if isinstance(options, Vectorized):
-        from fedlightning.stacked.engine import VectorizedEngine
+        from fedlightning.stacked.vectorized_engine import VectorizedEngine
 
         return VectorizedEngine(runner, store, options.clients_per_stack)
     if isinstance(options, Flower):

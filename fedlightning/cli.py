@@ -152,7 +152,7 @@ def _find(command: str) -> Command:
         from fedlightning.commands.completion import completion
 
         return completion
-    from fedlightning.config.errors import InputError, suggestion
+    from fedlightning.config.input_errors import InputError, suggestion
 
     hint = suggestion(command, COMMANDS) or f"Commands: {', '.join(COMMANDS)}."
     raise InputError(f"There is no command '{command}'. {hint}")
@@ -160,7 +160,7 @@ def _find(command: str) -> Command:
 
 def _report(command: str, error: Exception, debug: bool) -> int:
     """Print what went wrong on stderr and return the exit code."""
-    from fedlightning.config.errors import explain
+    from fedlightning.config.input_errors import explain
 
     sentence = explain(error)
     if debug or sentence is None:

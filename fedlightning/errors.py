@@ -92,6 +92,17 @@ def listed(names: Iterable[object], most: int = 5) -> str:
     return f"{', '.join(everything[:most])}{more}" or "none"
 
 
+def join_words(words: Iterable[str]) -> str:
+    """Return words with commas, and "and" before the last.
+
+    Example:
+        >>> join_words("a"), join_words("abc")
+        ('a', 'a, b and c')
+    """
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def count_of(things: Sized, name: str) -> str:
     """Return how many things there are, in words.
 

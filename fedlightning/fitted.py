@@ -1,4 +1,4 @@
-"""What a user asks of a federation that has been fitted or restored: scores, models, predictions."""
+"""A federation that has been fitted or restored: scores, models, predictions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
 
 from fedlightning import arguments
@@ -17,10 +17,10 @@ from fedlightning.arguments import TrainerOptions
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.data_summary import describe
 from fedlightning.client.runtime import ClientRuntime
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.deployment.checkpoints import Exporter
 from fedlightning.deployment.export import Deploy, Predict, deployed, deployed_module, predictions, spent_in
-from fedlightning.engines.base import Engine
+from fedlightning.engines.contract import Engine
 from fedlightning.engines.score_tasks import ServerModel
 from fedlightning.errors import ConfigurationError
 from fedlightning.onboarding.held_out_scores import refusal
@@ -28,7 +28,7 @@ from fedlightning.onboarding.onboarding import Onboarding, blueprint_of_placing,
 from fedlightning.ranges import to_python
 from fedlightning.resume.lock import only_writer
 from fedlightning.run.folder import RunFolder
-from fedlightning.scores.metrics import summarise
+from fedlightning.scores.metric_names import summarise
 from fedlightning.scores.rows import LOCAL, UNSEEN
 from fedlightning.scores.table import print_results
 from fedlightning.seeding import preserved
@@ -58,23 +58,39 @@ class FittedFederation:
     Attributes:
         federation: The federation.
         options: What the trainer was told.
+        model: The module that was fitted.
+        datamodule: The data that it was fitted to; `None`: loaders, as in `fit`.
     """
 
     federation: Federation
     options: TrainerOptions
+    model: LightningModule | None = None
+    datamodule: LightningDataModule | None = None
 
     @property
     def _run(self) -> RunFolder | None:
         return self.federation.recorder.run
 
-    def score(self, split: str, checkpoint: str) -> list[dict[str, Any]]:
+    def refuse_others(self, model: LightningModule | None, datamodule: LightningDataModule | None) -> None:
+        """Refuse to score a module or data that were not fitted."""
+        for what, argument in (("model", model), ("datamodule", datamodule)):
+            if argument is not None and argument is not getattr(self, what):
+                raise ValueError(
+                    f"This trainer's federation was not fitted with this {what}, and scores are those of what was "
+                    f"fitted. Leave {what} out, or restore a run: test(model=..., datamodule=..., run=FOLDER)."
+                )
+
+    def score(self, split: str, checkpoint: str, verbose: bool) -> list[dict[str, Any]]:
         """Score models on a split; see `FederatedTrainer.test`."""
         federation, run = self.federation, self._run
         federation.server.blueprint.refuse_changed()
         with nullcontext() if run is None else only_writer(run.path), federation.engine.at_work():
             rows = federation.evaluate(split, checkpoint)
             federation.summarise(self.options.arguments)
-        return summarise(rows)
+        results = summarise(rows)
+        if verbose and is_writing_process():
+            print_results(results, split)
+        return results
 
     def onboard(
         self, newcomers: FederatedDataModule | None, clients: Sequence[str | int] | None, epochs: int, verbose: bool
@@ -101,7 +117,7 @@ class FittedFederation:
                 "the new clients' sites take part from the start, kept out of training by held_out."
             )
 
-        def engine_of(blueprint: Blueprint) -> Engine:
+        def make_engine(blueprint: Blueprint) -> Engine:
             runner = old.runner.beside(blueprint) if data is None else ClientRuntime(blueprint, data)
             if data is not None and old.statistics is not None:
                 runner.agree(old.statistics["totals"])
@@ -109,9 +125,9 @@ class FittedFederation:
             engine.attempts.server = server
             return engine
 
-        engine, placing = engine_of(blueprint_of_visits(server.blueprint, epochs)), None
+        engine, placing = make_engine(blueprint_of_visits(server.blueprint, epochs)), None
         if placing_callback(server) is not None:
-            placing = engine_of(blueprint_of_placing(server.blueprint))
+            placing = make_engine(blueprint_of_placing(server.blueprint))
         onboarding = Onboarding(server, engine, epochs, placing)
         with nullcontext() if folder is None else only_writer(folder.path), engine.at_work(), preserved():
             with nullcontext() if placing is None else placing.at_work():
@@ -125,8 +141,13 @@ class FittedFederation:
                     print_results(results, split)
         return results
 
-    def predict(self, dataloaders: Any, client: str | int | None, checkpoint: str) -> list[Any] | None:
-        """Predict with a client's deployed model or the global one; see `FederatedTrainer.predict`."""
+    def predict(
+        self, dataloaders: Any = None, client: str | int | None = None, *, checkpoint: str = "latest"
+    ) -> list[Any] | None:
+        """Predict with one client's deployed model (stage L1), or with the global model.
+
+        Lightning callbacks of the trainer that have hooks of prediction, such as a `BasePredictionWriter`, are called.
+        """
         federation, client = self.federation, _named(client)
         options = {name: self.options.arguments[name] for name in ("accelerator", "precision", "limit_predict_batches")}
         if dataloaders is not None:
@@ -148,14 +169,17 @@ class FittedFederation:
         data = self.federation.engine.runner.described
         return ClientView(str(client), self.module(str(client)), data.num_samples(str(client)))
 
-    def module(self, client: str | int | None, checkpoint: str = "latest") -> LightningModule:
+    def module(self, client: str | int | None = None, checkpoint: str = "latest") -> LightningModule:
         """Return a copy of the global model (`client=None`) or of the model that `client` deploys."""
         federation = self.federation
         federation.server.blueprint.refuse_changed()
         return deployed_module(federation.server, federation.engine, _named(client), checkpoint)
 
-    def save_checkpoint(self, path: str | Path, client: str | int | None, checkpoint: str) -> None:
-        """Save the global model, or the model that a client deploys, as a Lightning checkpoint."""
+    def save_checkpoint(self, path: str | Path, client: str | int | None = None, *, checkpoint: str = "latest") -> None:
+        """Save the global model, or the model that a client deploys, as a Lightning checkpoint.
+
+        `fedlightning.load` reads it, and so does `load_from_checkpoint` of a module that no algorithm has wrapped.
+        """
         client = _named(client)
         module = self.module(client, checkpoint)
         about = {"checkpoint": checkpoint} | ({} if client is None else {"client": client})

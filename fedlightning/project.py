@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from fedlightning.cli import main
 from fedlightning.commands.run import cli_class, run, written_out
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.config.parsing import CommandLine, plain_values, tidy_help
 from fedlightning.config.short_forms import expand_file
 from fedlightning.config.value_checks import class_of

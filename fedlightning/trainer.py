@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
@@ -21,26 +21,17 @@ from fedlightning import arguments
 from fedlightning.arguments import TrainerOptions
 from fedlightning.assemble import assemble, assemble_dry_run, make_blueprint
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.deployment.export import export
-from fedlightning.engines.base import ClientRecords
+from fedlightning.engines.contract import ClientRecords
 from fedlightning.errors import ConfigurationError
-from fedlightning.fitted import ClientView as ClientView
 from fedlightning.fitted import FittedFederation
 from fedlightning.guards.dry_run_report import DryRun
 from fedlightning.options import EngineOptions, Evaluation, FailurePolicy, Seeds
-from fedlightning.options.replaced import ATTRIBUTES, OF_METHODS, REPLACED
-from fedlightning.ranges import (
-    Count,
-    Instance,
-    Natural,
-    NonNegativeFloat,
-    Range,
-    at_most_one,
-    checked,
-    in_words,
-    replaced,
-)
+from fedlightning.options.lightning_arguments import BatchShare, SomeBatches
+from fedlightning.options.replaced import ATTRIBUTES, OF_METHODS, REPLACED, RefusesLightningCLI
+from fedlightning.options.value_objects import OF_A_CLASS, VISITS, ClientShare, DecayFactor, Gigabytes, HeldOutShare
+from fedlightning.ranges import Count, Natural, NonNegativeFloat, at_most_one, checked, refuse_in_words, replaced
 from fedlightning.resume.lock import only_thread, only_writer
 from fedlightning.resume.resumable import AUTO, find_run, refuse_used, restore, rounds_saved
 from fedlightning.resume.saving import Saving
@@ -48,33 +39,28 @@ from fedlightning.resume.stop_requests import StopRequest, requeue, stop_request
 from fedlightning.run.folder import RunFolder, open_run_folder
 from fedlightning.run.recorder import Recorder
 from fedlightning.scores.rows import Row
-from fedlightning.scores.table import print_results
 from fedlightning.server.federation import Federation
 from fedlightning.server.loop import Loop
 from fedlightning.server.server import Server
-from fedlightning.storage.files import broadcast_from_rank_zero, is_writing_process
+from fedlightning.storage.files import is_writing_process
 
-Clients = Annotated[float, Range("(0, 1]", "A float is a share of the clients, an int a number of them.")]
-HeldOut = Annotated[
-    float, Range("[0, 1)", "A float is a share of the clients, an int a number of them, a list their ids.")
-]
-OF_A_CLASS = Instance()
-VISITS = Instance("It says when clients are visited; what trains inside a visit is local_loop.")
-Decay = Annotated[float, Range("(0, 10]", "A factor per round, such as 0.99.")]
-Gigabytes = Annotated[float, Range("[0, inf)", "0 keeps all but one on disk.")]
-Batches = Annotated[float, Range("(0, 1]", "A float is a share of an epoch, an int a number of batches.")]
-SomeBatches = Annotated[float, Range("[0, 1]", "A float is a share of the batches, an int a number of them.")]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class _InText(type):
-    """The class of FederatedTrainer: LightningCLI(trainer_class=FederatedTrainer) refuses it with this text."""
+def _of_fitted(method: Callable[Concatenate[FittedFederation, P], T]) -> Callable[Concatenate[FederatedTrainer, P], T]:
+    """Return a method of the fitted federation as one of its trainer."""
 
-    def __format__(cls, spec: str) -> str:
-        return f"{cls!r} (which has a command line of its own: write FederatedCLI(MyModule, MyData), no LightningCLI)"
+    @wraps(method)
+    @only_thread()
+    def ask(self: FederatedTrainer, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(self.fitted, *args, **kwargs)
+
+    return ask
 
 
-@in_words(OF_METHODS, ATTRIBUTES)
-class FederatedTrainer(metaclass=_InText):
+@refuse_in_words(OF_METHODS, ATTRIBUTES)
+class FederatedTrainer(metaclass=RefusesLightningCLI):
     """Trains one LightningModule per client, federated; used like `lightning.pytorch.Trainer`.
 
     Args:
@@ -172,11 +158,11 @@ class FederatedTrainer(metaclass=_InText):
         max_rounds: Count = 10,
         local_epochs: Count | None = None,
         local_steps: Count | None = None,
-        participation: Count | Clients = 1.0,
-        held_out: Natural | HeldOut | list[str | int] | None = None,
+        participation: Count | ClientShare = 1.0,
+        held_out: Natural | HeldOutShare | list[str | int] | None = None,
         seed: Annotated[Seeds, OF_A_CLASS] | int = 0,
         optimizer_state: Literal["reset", "keep"] | None = None,
-        lr_decay: Decay = 1.0,
+        lr_decay: DecayFactor = 1.0,
         float_buffers: Literal["average", "local", "server"] = "average",
         callbacks: list[Callback] | Callback | None = None,
         engine: EngineOptions
@@ -218,7 +204,7 @@ class FederatedTrainer(metaclass=_InText):
         limit_test_batches: Natural | SomeBatches | None = None,
         limit_predict_batches: Natural | SomeBatches | None = None,
         overfit_batches: Natural | SomeBatches = 0.0,
-        val_check_interval: Count | Batches | None = None,
+        val_check_interval: Count | BatchShare | None = None,
         check_val_every_n_epoch: Count | None = None,
         log_every_n_steps: Natural | None = None,
         reload_dataloaders_every_n_epochs: Natural = 0,
@@ -230,7 +216,7 @@ class FederatedTrainer(metaclass=_InText):
         self.max_rounds = self.options.max_rounds
         self.recorder = Recorder()
         self.federation: Federation | None = None
-        self.given: tuple[LightningModule | None, LightningDataModule | None] = (None, None)
+        self.inputs: tuple[LightningModule | None, LightningDataModule | None] = (None, None)
         self.stopped_by: StopRequest | None = None
         self.signals = StopRequest()
         self.config: str | None = None
@@ -268,7 +254,7 @@ class FederatedTrainer(metaclass=_InText):
             ValueError: If module, data and callbacks cannot work together, or a resumed run would go on with another
                 configuration; a sentence says why.
         """
-        started = time.monotonic()
+        deadline = None if self._max_time is None else time.monotonic() + self._max_time.total_seconds()
         model = arguments.check_model(model, self.arguments)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
         run, is_new = find_run(self.arguments, resume)
@@ -276,7 +262,8 @@ class FederatedTrainer(metaclass=_InText):
         with ExitStack() as stack:
             if run is not None and is_writing_process():
                 stack.callback(run.remove_empty)
-            self.signals = request = stack.enter_context(stop_requests(partial(self._saved, None if is_new else run)))
+            progress = partial(self._saved, None if is_new else run)
+            self.signals = request = stack.enter_context(stop_requests(progress, deadline))
             lock = None
             if run is not None and not is_new:
                 lock = stack.enter_context(only_writer(run.path))
@@ -291,8 +278,7 @@ class FederatedTrainer(metaclass=_InText):
                     self.recorder.logs.begin()
             else:
                 restore(federation, True, allow_config_change, allow_new_clients)
-            if self.config is not None and self.recorder.run is not None and self.recorder.writes:
-                self.recorder.run.write_config(self.config)
+            self.recorder.write_config(self.config)
             if is_new:
                 federation.begin()
             self._hold(federation, model, datamodule)
@@ -303,10 +289,7 @@ class FederatedTrainer(metaclass=_InText):
                     federation.round()
                     if lock is not None:
                         lock.beat()
-                    request.check()
-                    over = self._max_time is not None and time.monotonic() - started > self._max_time.total_seconds()
-                    over, request.name = broadcast_from_rank_zero((over, request.name))
-                    if over or request.name is not None:
+                    if request.ends_run():
                         break
             federation.finish()
             federation.summarise(self.arguments)
@@ -377,8 +360,7 @@ class FederatedTrainer(metaclass=_InText):
                 stack.enter_context(only_writer(run.path))
             self._hold(federation, model, datamodule)
             stack.enter_context(federation.engine.at_work())
-            if self.config is not None and run is not None and self.recorder.writes:
-                run.write_config(self.config)
+            self.recorder.write_config(self.config)
             federation.evaluate_untrained(split, least)
             federation.summarise(self.arguments)
         return self.recorder.results
@@ -515,7 +497,7 @@ class FederatedTrainer(metaclass=_InText):
         """
         if self.federation is None:
             raise RuntimeError("This FederatedTrainer has no federation yet. Call fit(), or fit(resume=...), first.")
-        return FittedFederation(self.federation, self.options)
+        return FittedFederation(self.federation, self.options, *self.inputs)
 
     # -- what is asked of it -----------------------------------------------------------------------------------------
     def validate(
@@ -556,8 +538,7 @@ class FederatedTrainer(metaclass=_InText):
         verbose: bool,
     ) -> list[dict[str, Any]]:
         if isinstance(model, str):
-            checkpoint = model
-            model = None
+            checkpoint, model = model, None
         if ckpt_path is not None and Path(ckpt_path).is_dir():
             run = ckpt_path if run is None else run
         elif ckpt_path is not None:
@@ -566,20 +547,8 @@ class FederatedTrainer(metaclass=_InText):
             self._restore(
                 run, model, datamodule, "score a run from its folder", "test(model=..., datamodule=..., run=...)"
             )
-        fitted = self.fitted
-        if run is None:
-            for what, argument, fitted_argument in zip(
-                ("model", "datamodule"), (model, datamodule), self.given, strict=True
-            ):
-                if argument is not None and argument is not fitted_argument:
-                    raise ValueError(
-                        f"This trainer's federation was not fitted with this {what}, and scores are those of what was "
-                        f"fitted. Leave {what} out, or restore a run: test(model=..., datamodule=..., run=FOLDER)."
-                    )
-        results = fitted.score(split, checkpoint)
-        if verbose and is_writing_process():
-            print_results(results, split)
-        return results
+        self.fitted.refuse_others(model, datamodule)
+        return self.fitted.score(split, checkpoint, verbose)
 
     @only_thread()
     def onboard(
@@ -607,31 +576,10 @@ class FederatedTrainer(metaclass=_InText):
             self._restore(run, model, datamodule, "onboard clients into a run from its folder", call)
         return self.fitted.onboard(newcomers, clients, epochs, verbose)
 
-    @only_thread()
-    def predict(
-        self, dataloaders: Any = None, client: str | int | None = None, *, checkpoint: str = "latest"
-    ) -> list[Any] | None:
-        """Predict with one client's deployed model (stage L1), or with the global model.
-
-        Lightning callbacks of this trainer that have hooks of prediction, such as a `BasePredictionWriter`, are called.
-        """
-        return self.fitted.predict(dataloaders, client, checkpoint)
-
-    def client(self, client: str | int) -> ClientView:
-        """Return the client as it stands: the module it would deploy now (stage L1) and its training samples."""
-        return self.fitted.client(client)
-
-    @only_thread()
-    def module(self, client: str | int | None = None, checkpoint: str = "latest") -> LightningModule:
-        """Return a copy of the global model (`client=None`) or of the model that `client` deploys."""
-        return self.fitted.module(client, checkpoint)
-
-    def save_checkpoint(self, path: str | Path, client: str | int | None = None, *, checkpoint: str = "latest") -> None:
-        """Save the global model, or the model that a client deploys, as a Lightning checkpoint.
-
-        `fedlightning.load` reads it, and so does `load_from_checkpoint` of a module that no algorithm has wrapped.
-        """
-        self.fitted.save_checkpoint(path, client, checkpoint)
+    predict = _of_fitted(FittedFederation.predict)
+    client = _of_fitted(FittedFederation.client)
+    module = _of_fitted(FittedFederation.module)
+    save_checkpoint = _of_fitted(FittedFederation.save_checkpoint)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
     def _restore(
@@ -643,7 +591,7 @@ class FederatedTrainer(metaclass=_InText):
 
     def _hold(self, federation: Federation, model: LightningModule, datamodule: LightningDataModule | None) -> None:
         """Take a federation that nothing has refused: no models of another are scored into the folder of a run."""
-        self.federation, self.recorder, self.given = federation, federation.recorder, (model, datamodule)
+        self.federation, self.recorder, self.inputs = federation, federation.recorder, (model, datamodule)
 
     def _saved(self, resumed: RunFolder | None) -> tuple[int, int]:
         here = 0 if self.federation is None else self.federation.parts.find(Saving).rounds_saved

@@ -21,8 +21,8 @@ from fedlightning.algorithm import Facts
 from fedlightning.cli import main
 from fedlightning.commands.folders import find_run
 from fedlightning.commands.run import Commands, _as_table
-from fedlightning.config.errors import REPLACED, InputError, explain, parse_sentence, suggestion
-from fedlightning.scores.metrics import choose_metric
+from fedlightning.config.input_errors import REPLACED, InputError, explain, parse_sentence, suggestion
+from fedlightning.scores.metric_names import choose_metric
 from fedlightning.scores.table import client_table, important_metrics, print_results, results_table
 
 QUICKSTART = str(Path(__file__).parents[1] / "configs/quickstart.yaml")

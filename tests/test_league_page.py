@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.league import LEAGUE
-from fedlightning.experiments.league import read_league, write_row
+from fedlightning.experiments.contest import read_league, write_row
 from tests.experiments.tiny_league import league, row
 from tools.league_page import PAGE, ROWS, page
 

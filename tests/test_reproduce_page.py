@@ -6,9 +6,9 @@ import json
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.reproduce import find_tables
-from fedlightning.experiments.reproduce.record import write_record
+from fedlightning.experiments.reproduce.published_tables import read_table
 from fedlightning.experiments.reproduce.results import Line, judge
-from fedlightning.experiments.reproduce.tables import read_table
+from fedlightning.experiments.reproduce.verdict_files import write_record
 from tests.experiments.reproduce.writing import table, write
 from tests.experiments.tiny import small
 from tools.reproduce_page import PAGE, SOURCES, STATES, _item, page, read_items, sources_page

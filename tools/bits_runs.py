@@ -44,7 +44,7 @@ def parts_of(trainer: FederatedTrainer) -> dict[str, Any]:
             server.costs.bytes_up,
             server.costs.bytes_down,
             server.costs.steps,
-            server.costs.spent,
+            server.costs.extra_work,
             server.costs.virtual_time,
             trainer.rounds_done,
         ],

@@ -80,7 +80,7 @@ rm -f "$out"/{suite,right,borrowed,alone,fast}.txt "$out/fast.jsonl"
 pytest=("$python" -m pytest -q -p no:cacheprovider --tb=short --durations=10)
 gpu=(FEDLIGHTNING_TEST_ACCELERATOR="$device" "${pytest[@]}")
 suite=(CUDA_VISIBLE_DEVICES= "${pytest[@]}" --dist worksteal)
-borrowed=(tests/test_equivalence.py tests/test_precision.py tests/stacked/test_engine.py tests/fast)
+borrowed=(tests/test_equivalence.py tests/test_precision.py tests/stacked/test_vectorized_engine.py tests/fast)
 if [ -n "$tiny" ]; then
     marks=(-m "gpu and not slow and not alone") few=2
     suite+=(tests/test_seeding.py tests/tensors)

@@ -8,7 +8,7 @@ from statistics import stdev
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.league import LEAGUE
-from fedlightning.experiments.league import (
+from fedlightning.experiments.contest import (
     EQUAL,
     Difference,
     League,
@@ -21,7 +21,7 @@ from fedlightning.experiments.league import (
     standings,
 )
 from fedlightning.report.cells import p_value
-from fedlightning.scores.metrics import metric_label
+from fedlightning.scores.metric_names import metric_label
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, ROWS = ROOT / "docs/results/league.md", ROOT / "benchmarks/league"

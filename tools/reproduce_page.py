@@ -10,7 +10,7 @@ from typing import Any
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.reproduce import find_tables
-from fedlightning.experiments.reproduce.record import moved_goals, read_record
+from fedlightning.experiments.reproduce.published_tables import WHOLE, Cell, Table
 from fedlightning.experiments.reproduce.results import (
     BAD,
     INCONCLUSIVE,
@@ -23,7 +23,7 @@ from fedlightning.experiments.reproduce.results import (
     times,
     verdict_counts,
 )
-from fedlightning.experiments.reproduce.tables import WHOLE, Cell, Table
+from fedlightning.experiments.reproduce.verdict_files import moved_goals, read_record
 from fedlightning.experiments.yaml_blocks import read_yaml
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/results/reproduce.md"

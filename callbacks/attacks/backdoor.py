@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.algorithm import Client, Setup, TrainingData, isolated, probes
-from fedlightning.callbacks.attacks.base import FACTS, BadClients, bad_loader
+from fedlightning.callbacks.attacks.bad_clients import FACTS, BadClients, bad_loader
 from fedlightning.callbacks.shared.distillation import logits_of
 from fedlightning.ranges import PositiveInt, Range
 from fedlightning.wrappers import Mixin, mix, muted

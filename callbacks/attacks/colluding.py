@@ -24,7 +24,7 @@ from fedlightning.algorithm import (
     contributors,
     warn,
 )
-from fedlightning.callbacks.attacks.base import MODELS_TRAVEL, BadClients, Positive
+from fedlightning.callbacks.attacks.bad_clients import MODELS_TRAVEL, BadClients, Positive
 from fedlightning.tensors import add_row, to_row
 
 Knows = Literal["colluders", "everybody"]

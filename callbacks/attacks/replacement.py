@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedlightning.algorithm import Change, Client, Facts, Message, Need, Server, Update, UpdateInterception
-from fedlightning.callbacks.attacks.base import Attack, Positive
+from fedlightning.callbacks.attacks.bad_clients import Attack, Positive
 from fedlightning.ranges import Range, needs
 from fedlightning.tensors import narrow, widen
 

@@ -165,7 +165,7 @@ def plot_transition(
     axes = figure.subplots(len(names), 2, squeeze=False)
     for (left, right), run in zip(axes, names, strict=True):
         _draw_ratios(left, [row for row in ratios if row["run"] == run], top, threshold)
-        _draw_curve(figure, right, [row for row in ranges if row["run"] == run], top, threshold)
+        _draw_curve(right, [row for row in ranges if row["run"] == run], top, threshold)
         left.set_ylabel(run, fontsize=9)
     axes[0][0].set_title("ratio $F_{l+1}/F_l$", fontsize=10)
     axes[0][1].set_title("federated layers $p(t)$", fontsize=10)
@@ -189,9 +189,7 @@ def _draw_ratios(axis: Any, rows: Sequence[dict[str, Any]], top: float, threshol
     axis.legend(fontsize=7, ncols=2 if len(gaps) > 4 else 1)
 
 
-def _draw_curve(
-    figure: Figure, axis: Any, ranges: Sequence[dict[str, Any]], top: float, threshold: float | None
-) -> None:
+def _draw_curve(axis: Any, ranges: Sequence[dict[str, Any]], top: float, threshold: float | None) -> None:
     from matplotlib import colormaps
 
     layers = {row["p"]: row["layer"] for row in ranges}

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedlightning.callbacks.shared.calibration import (
+    from fedlightning.callbacks.shared.logit_calibration import (
         check_cross_entropy,
         known_labels,
         samples_by_class,
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedlightning.callbacks.shared.representations import head_path, labels_of, rows
 
 _CALIBRATION = ("check_cross_entropy", "known_labels", "samples_by_class", "with_other_cross_entropy")
-_MODULES = dict.fromkeys(_CALIBRATION, "calibration") | dict.fromkeys(
+_MODULES = dict.fromkeys(_CALIBRATION, "logit_calibration") | dict.fromkeys(
     ("head_path", "labels_of", "rows"), "representations"
 )
 __all__ = [

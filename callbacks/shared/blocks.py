@@ -19,7 +19,7 @@ from fedlightning.layers import ForwardOrder, Layer, ordered_layers
 from fedlightning.tensors import ties
 from fedlightning.wrappers import frozen_buffers, muted
 
-TINY = 1e-12
+MIN_NORM = 1e-12
 TRIES = 200
 """Draws for each candidate that is wanted."""
 
@@ -88,12 +88,12 @@ def grouped(alike: Tensor, count: int, how: Literal["medoids", "means"], seed: i
         same = ties.representatives(alike)
         each = list(dict.fromkeys(same))  # blocks that are equal stand once, with their number as weight
         values, vectors = torch.linalg.eigh(alike[each][:, each])
-        rows = vectors * torch.where(values > TINY * values.max(), values, torch.zeros_like(values)).sqrt()
+        rows = vectors * torch.where(values > MIN_NORM * values.max(), values, torch.zeros_like(values)).sqrt()
         means = KMeans(min(count, len(each)), n_init=10, random_state=seed % 2**32)
         groups = means.fit_predict(rows.numpy(), sample_weight=[same.count(block) for block in each]).tolist()
         labels = [groups[each.index(block)] for block in same]
     else:
-        labels = _by_medoids(1 / alike.clamp(min=TINY), count)
+        labels = _by_medoids(1 / alike.clamp(min=MIN_NORM), count)
     order = list(dict.fromkeys(labels))
     return [order.index(group) for group in labels]
 

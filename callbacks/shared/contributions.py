@@ -168,10 +168,10 @@ def write_ledger(path: Path, entries: Sequence[Mapping[str, object]]) -> None:
     os.replace(beside, path)
 
 
-def class_scores(client: Client, head: str, owner: str, split: str = "val") -> Tensor:
-    """Return the F1 score of the client's present model on each class, `(num_classes,)`; 0 for a class without samples."""
+def class_scores(client: Client, head: str, owner: str) -> Tensor:
+    """Return the validation F1 score of the client's model on each class, `(num_classes,)`; 0 for a class without samples."""
     logits, labels = [], []
-    for batch, features in client.feature_pass(lambda module: {"logits": FeatureTap(module, head, at="output")}, split):
+    for batch, features in client.feature_pass(lambda module: {"logits": FeatureTap(module, head, at="output")}, "val"):
         logits.append(features["logits"].float().cpu())
         labels.append(labels_of(batch, owner).cpu())
     scores = torch.cat(logits)

@@ -25,7 +25,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.ranges import Init, needs
 from fedlightning.tensors import WeightedMean, narrow, select, widen
-from fedlightning.topology import MixingWeights, Topology, contraction, make_graph, mixing_weights, without
+from fedlightning.topology import MixingWeights, Topology, contraction, make_graph, mixing_weights, remove_nodes
 
 NO_SERVER = Need(
     "has no server: clients talk to their neighbours",
@@ -145,7 +145,7 @@ class Gossip(Decentralised):
             absent.setdefault(tuple(away), []).append(name)
         models = {client: dict(state) for client, state in after.items()}
         for gone, names in absent.items():
-            matrix = torch.linalg.matrix_power(without(self.matrix(server), gone), self.mixings)
+            matrix = torch.linalg.matrix_power(remove_nodes(self.matrix(server), gone), self.mixings)
             moving = [name for name in names if server.kinds[name] in ("trainable", "float_buffer")]
             mixed_entries = self.mix(server, matrix, moving, list(before.values()), list(after.values()))
             for client, node_entries in zip(server.clients, mixed_entries, strict=True):

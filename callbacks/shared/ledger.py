@@ -31,7 +31,7 @@ class Ledger:
         releases: By name, the steps of this run's releases, as the file had them when it was last held.
 
     Example:
-        >>> with Ledger(None, "hospital", "a secret").held([(1.0, 0.1, 5)]) as others:
+        >>> with Ledger(None, "hospital", "a secret").hold([(1.0, 0.1, 5)]) as others:
         ...     others
         []
     """
@@ -42,7 +42,7 @@ class Ledger:
         self.run = hashlib.sha256(f"ledger|{secret}".encode()).hexdigest()[:16]
 
     @contextmanager
-    def held(self, spent: Steps | None, release: str = "") -> Iterator[list[Sequence[float]]]:
+    def hold(self, spent: Steps | None, release: str = "") -> Iterator[list[Sequence[float]]]:
         """Give the steps of all other runs, and write down what this run has spent unless the block raises.
 
         Args:
@@ -71,15 +71,13 @@ class Ledger:
             if spent is not None:
                 if release:
                     runs.pop(self.run, None)
-                saved: dict[str, Any] = {
-                    "runs": runs | {f"{self.run} {release}".rstrip(): [list(row) for row in spent]}
-                }
+                saved: dict[str, Any] = {"runs": runs | {f"{self.run} {release}".strip(): [list(row) for row in spent]}}
                 saved |= {"units": self.units or units} if self.units or units else {}
                 write_secret(self.path, f"{json.dumps(saved, indent=1)}\n".encode())
 
     def note(self, spent: Steps) -> None:
         """Write down what this run has spent."""
-        with self.held(spent):
+        with self.hold(spent):
             pass
 
     def _read(self) -> tuple[dict[str, list[list[float]]], int]:
@@ -102,7 +100,7 @@ def spent_in(folder: str) -> Iterator[list[Sequence[float]]]:
     for path in sorted(Path(folder).glob("*.json")):
         file = Ledger(None, "", "")
         file.path = path
-        with file.held(None) as steps:
+        with file.hold(None) as steps:
             yield steps
 
 

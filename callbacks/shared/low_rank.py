@@ -30,7 +30,7 @@ from fedlightning.algorithm import (
     Wire,
     requires,
 )
-from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
+from fedlightning.callbacks.shared.values_by_turn import dealt_to, refuse_new_deal
 from fedlightning.layers import as_names, expand
 from fedlightning.ranges import Range
 from fedlightning.tensors import WeightedMean

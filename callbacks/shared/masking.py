@@ -213,9 +213,8 @@ def opened_sum(
     for client in together:
         secret = join({places[holder]: masks.as_bytes(of[client]) for holder, of in shares.items() if client in of})
         here = client in masked
-        if (digest_of(secret) if here else masks.public_key(secret)) != (
-            texts[client][2 * masks.SEED :] if here else texts[client][: masks.SEED]
-        ):
+        digest, key = texts[client][2 * masks.SEED :], mask_key(texts[client])
+        if digest != digest_of(secret) if here else key != masks.public_key(secret):
             raise ValueError(f"the shares of client '{client}' do not give back what it has advertised")
         if here:
             seeds.append((secret, -1))

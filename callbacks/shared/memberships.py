@@ -69,7 +69,8 @@ class Clusters(ServerModels):
 
     def memberships(self, server: Server) -> Mapping[str, Mapping[str, float]]:
         """Return by client the share of each cluster that it belongs to; clients that are not known yet are left out."""
-        raise NotImplementedError
+        cluster_by_client = server.state.get(self.key, {}).get("clusters", {})
+        return {client: {cluster: 1.0} for client, cluster in cluster_by_client.items()}
 
     def models_in_use(self, server: Server) -> list[str]:
         """Return the keys in `server.models` of the clusters' models, whether or not they have members now."""

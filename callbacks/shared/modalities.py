@@ -124,7 +124,7 @@ class PassesOver(Mixin):
         return None if self.passes_over else call(*args, **kwargs)
 
 
-def without(batch: Any, modality: str) -> Any:
+def drop_modality(batch: Any, modality: str) -> Any:
     """Return a batch in which no sample has a modality."""
     x = dict(holder_of(batch))
     x[modality] = torch.full_like(x[modality], float("nan"))
@@ -142,7 +142,7 @@ def refuse_blind_training(setup: Setup, encoders: Mapping[str, list[str]], owner
     inputs = None if batch is None else inputs_of(batch)
     there = [name for name in inputs or {} if bool(rows_with((inputs or {})[name]).any())]
     lacking = [] if inputs is None else [name for name in encoders if name not in there]
-    cases = {name: without(batch, name) for name in there if len(there) > 1} | dict.fromkeys(lacking, batch)
+    cases = {name: drop_modality(batch, name) for name in there if len(there) > 1} | dict.fromkeys(lacking, batch)
     for modality, seen in cases.items():
         if modality in there:
             others = torch.stack([rows_with((inputs or {})[name]) for name in there if name != modality]).any(0)

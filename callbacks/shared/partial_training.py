@@ -48,8 +48,8 @@ from fedlightning.algorithm import (
     probes,
     requires,
 )
-from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
 from fedlightning.callbacks.shared.representations import head_path, refuse_classes
+from fedlightning.callbacks.shared.values_by_turn import dealt_to, refuse_new_deal
 from fedlightning.layers import as_names
 from fedlightning.ranges import Length, PositiveShare, make_init
 from fedlightning.tensors import load_state, module_state, narrow, widen

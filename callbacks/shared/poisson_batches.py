@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from fedlightning.algorithm import isolated
 from fedlightning.callbacks.shared.secret_noise import uniform
@@ -101,7 +101,7 @@ def poisson_loader(
     Raises:
         ValueError: If the records cannot be drawn one by one.
     """
-    refuse_undrawable(loader, owner)
+    refuse_undrawable(loader, owner, grouped=groups is not None)
     count = len(loader.dataset)
     if count == 0 or len(loader) == 0:
         raise ValueError(f"{owner} got a loader without a batch.")
@@ -113,8 +113,13 @@ def poisson_loader(
     return DataLoader(loader.dataset, batch_sampler=sampler, **options), sampler
 
 
-def refuse_undrawable(loader: Any, owner: str) -> None:
+def refuse_undrawable(loader: Any, owner: str, grouped: bool) -> None:
     """Refuse a loader whose records cannot be drawn one by one.
+
+    Args:
+        loader: The loader.
+        owner: Who asks.
+        grouped: Whether groups are drawn: copies of a record are then one unit, if their groups say so.
 
     Raises:
         ValueError: With a way out.
@@ -122,6 +127,14 @@ def refuse_undrawable(loader: Any, owner: str) -> None:
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     if plain and loader.batch_size is not None and not isinstance(loader.dataset, IterableDataset):
         if _only_orders(loader.sampler, len(loader.dataset), owner):
+            rows = _rows_of(loader.dataset, np.arange(len(loader.dataset)))
+            copies = 0 if grouped else np.unique(rows, axis=0, return_counts=True)[1].max(initial=0)
+            if copies > 1:
+                raise ValueError(
+                    f"{owner} hides a record that is drawn once, and the training data have one {copies} times, each drawn "
+                    "by itself. Give each record once (to weigh some more, weigh them in the loss by numbers that do not "
+                    "come from the data), or hide groups: unit='patient', with one for all copies."
+                )
             return
     parts = (type(getattr(loader, name, None)).__name__ for name in ("sampler", "dataset"))
     raise ValueError(
@@ -137,3 +150,14 @@ def _only_orders(sampler: Any, count: int, owner: str) -> bool:
         return True
     with isolated(0, owner, "sampler"):
         return sorted(sampler) == list(range(count))
+
+
+def _rows_of(dataset: Any, places: np.ndarray) -> np.ndarray:
+    """Return where some records come from, a data set and a place there each, as far as Subset and ConcatDataset say so."""
+    if isinstance(dataset, ConcatDataset):
+        starts = zip(dataset.datasets, [0, *dataset.cumulative_sizes], strict=False)
+        insides = ((part, places[(start <= places) & (places < start + len(part))] - start) for part, start in starts)  # type: ignore[arg-type]
+        return np.concatenate([_rows_of(part, inside) for part, inside in insides])
+    if hasattr(dataset, "dataset") and len(getattr(dataset, "indices", ())) == len(dataset):
+        return _rows_of(dataset.dataset, np.asarray(dataset.indices)[places] % len(dataset.dataset))
+    return np.stack([np.full_like(places, id(dataset)), places], axis=1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fedlightning.algorithm import Cover, Facts, Need, OutgoingItem, Protection, Server, Setup, warn
 from fedlightning.callbacks.shared import masks
-from fedlightning.callbacks.shared.ledger import Steps
+from fedlightning.callbacks.shared.ledger import Steps, spent_in
 from fedlightning.callbacks.shared.spending import accountant_of, merged, most_that, solved_noise, spent_by
 from fedlightning.ranges import Range, at_least_one
 
@@ -23,9 +24,7 @@ UNCOUNTED = "accounts for updates only: sums before round 1 would leave without 
 NO_SELECTION = Need("gives no client's score away", ("ModelSelection",), "take the model of the last round")
 
 
-some_noise = at_least_one(
-    "noise_multiplier", "epsilon", why="they say how much noise there is. Give one of them, or both."
-)
+some_noise = at_least_one("noise_multiplier", "epsilon", why="they say how much noise there is. Give one, or both.")
 """The rule of both arguments."""
 
 
@@ -75,15 +74,34 @@ class Private(Protection):
         assert self.epsilon is not None
         return solved_noise(self.epsilon, self.delta, rate, steps, self.accountant)
 
-    def refuse_beyond(self, spent: float, runs: int) -> None:
-        """Refuse runs that together spend more than `epsilon` of what a ledger counts.
+    def planned(self, rounds: int) -> Steps:
+        """Return what a run of so many rounds spends, as far as that is known before it begins."""
+        return []
+
+    def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
+        """Refuse runs that together spend more than `epsilon` of what a ledger counts, or that no ledger adds up.
+
+        A run that solves for its noise spends all of it.
 
         Raises:
             ValueError: With the way out.
         """
+        if self.ledger is None:
+            if self.noise_seed is None and len(runs) > 1:
+                raise ValueError(
+                    f"{self.key}: {len(runs)} runs on the same data add up, and without a ledger each counts alone. Give "
+                    "ledger=FOLDER, outside of the runs."
+                )
+            return
+        alike = [(part, rounds) for part, rounds in runs if isinstance(part, type(self)) and part.ledger == self.ledger]
+        steps = [step for part, rounds in alike for step in part.planned(rounds)]
+        before = [*spent_in(self.ledger), []]
+        spent = max(self.epsilon_of([*others, *steps]) for others in before)
+        if any(part.noise_multiplier is None for part, _ in alike) and (len(alike) > 1 or any(before)):
+            spent = math.inf
         if self.epsilon is not None and spent > self.epsilon * (1 + 1e-9):
             raise ValueError(
-                f"{self.key}: {runs} runs would make epsilon {spent:.4g} in all in ledger {self.ledger}, more than the "
+                f"{self.key}: {len(alike)} runs would make epsilon {spent:.4g} in all in ledger {self.ledger}, more than the "
                 f"budget of {self.epsilon:g}. Make fewer, raise noise_multiplier, or tune on data that need no protection."
             )
 

@@ -28,9 +28,9 @@ COARSE = 5e-2
 """The same in bfloat16."""
 ROUNDING = 1e-5
 """By how much less than the bound a clipped gradient is long, so that no rounding takes it beyond."""
-SMALL = 1e-13
+MIN_LENGTH = 1e-13
 """Length of a factor below which single precision loses the squares that it is made of: it counts as so long."""
-PART = 4096
+CHUNK = 4096
 """Numbers whose squares are added up in single precision: of more, the length would come out too short."""
 TRIED = 3
 """Records of a batch whose gradients are compared with those that each has alone."""
@@ -65,7 +65,7 @@ class Samples:
         if self.right is None:
             return left
         right = _lengths(_wide(self.right))
-        product = left.clamp(min=SMALL) * right.clamp(min=SMALL)
+        product = left.clamp(min=MIN_LENGTH) * right.clamp(min=MIN_LENGTH)
         return torch.where(left.maximum(right) > HUGE, math.inf, product)
 
     def total(self, factor: Tensor) -> Tensor:
@@ -90,10 +90,10 @@ def _rows(samples: Tensor) -> Tensor:
 
 def _lengths(rows: Tensor) -> Tensor:
     """Return the lengths of rows, in float64."""
-    whole = rows.shape[1] // PART * PART
+    whole = rows.shape[1] // CHUNK * CHUNK
     if not whole:
         return rows.norm(dim=1).double()
-    parts = rows[:, :whole].unflatten(1, (-1, PART)).norm(dim=2)
+    parts = rows[:, :whole].unflatten(1, (-1, CHUNK)).norm(dim=2)
     return torch.cat([parts, rows[:, whole:].norm(dim=1, keepdim=True)], dim=1).double().norm(dim=1)
 
 
@@ -127,10 +127,10 @@ class RecordGradients:
         self._owners: np.ndarray | None = None
         self._place = (0, 0)  # epoch and batch: after a resume in the middle of an epoch batch_idx says something else
         self._looked_at: set[int] = set()
-        self._tried = -1  # the last epoch of which a batch was tried
-        self._left, self._before = began or all_of(self.module)  # the first is what the last step has left
+        self._tried_epoch = -1  # the last epoch of which a batch was tried
+        self._after_step, self._before = began or all_of(self.module)  # the first is what the last step has left
         self._hooks = hooks_on(self.module)
-        self._released = hashlib.sha256()
+        self._released = hashlib.sha256(self.secret.encode())
 
     @property
     def released(self) -> str:
@@ -170,9 +170,9 @@ class RecordGradients:
         epoch, place = self._place
         coins = uniform(self.secret, f"{self.address}|tried in epoch {epoch}", 2)
         first = coins[0] * min(self.sampler.batches, self.room)
-        if self._tried == epoch or place <= first or self.size < 2 or coins[1] > share:
+        if self._tried_epoch == epoch or place <= first or self.size < 2 or coins[1] > share:
             return
-        self._tried = epoch
+        self._tried_epoch = epoch
         self.close()  # a module with hooks cannot be copied
         refuse_mixed_records(self.module, batch, owner, trainer=self.module.trainer)
         self._hooks = hooks_on(self.module)
@@ -183,7 +183,7 @@ class RecordGradients:
         Raises:
             ValueError: If a step went past Lightning's hooks.
         """
-        self._left = trained_by(self.module)
+        self._after_step = trained_by(self.module)
         if self._due:
             raise ValueError(
                 f"A batch ended without the step that is covered with noise: optimizer_step of {type(self.module).__name__} "
@@ -196,7 +196,7 @@ class RecordGradients:
         Raises:
             ValueError: With the name of one.
         """
-        moved = (name for name, now, before in self._left if not torch.equal(now, before.to(now.device)))
+        moved = (name for name, now, before in self._after_step if not torch.equal(now, before.to(now.device)))
         if name := next(moved, None):
             raise ValueError(
                 f"'{name}' has moved without a step of the optimizer, and noise covers steps only: a hook of "
@@ -281,17 +281,12 @@ def trained_by(module: LightningModule) -> list[tuple[str, nn.Parameter, Tensor]
     return [(name, p, p.detach().clone()) for name, p in module.named_parameters() if p.requires_grad]
 
 
-def held_by(module: LightningModule) -> dict[str, Tensor]:
-    """Return copies of the buffers."""
-    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-
-
 Began = tuple[list[tuple[str, nn.Parameter, Tensor]], dict[str, Tensor]]
 
 
 def all_of(module: LightningModule) -> Began:
-    """Return both."""
-    return trained_by(module), held_by(module)
+    """Return what trains, and copies of the buffers."""
+    return trained_by(module), {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
 
 def refuse_changed(module: LightningModule, before: dict[str, Tensor]) -> None:
@@ -328,13 +323,11 @@ def hooks_on(module: LightningModule) -> Any:
         problems = ModuleValidator.validate(module, strict=False)
     finally:
         module.training = was_training
-    renormed = next(
-        (name for name, part in module.named_modules() if getattr(part, "max_norm", None) is not None), None
-    )
-    if renormed is not None:
+    renormed = [name for name, part in module.named_modules() if getattr(part, "max_norm", None) is not None]
+    if renormed:
         raise ValueError(
-            f"'{renormed}' has max_norm: it changes the rows that a batch looks up, which tells who was in it, without noise"
-            ". Leave max_norm out."
+            f"'{renormed[0]}' has max_norm: it changes the rows that a batch looks up, which tells who was in it, without "
+            "noise. Leave max_norm out."
         )
     kernels = _right_for_options(GradSampleHooks.GRAD_SAMPLERS, functorch.ft_compute_per_sample_gradient)
 
@@ -446,7 +439,7 @@ def refuse_mixed_records(
     if trainer is not None:
         tried.trainer = trainer
     trainable = [parameter for parameter in tried.parameters() if parameter.requires_grad]
-    before = held_by(tried)
+    _, before = all_of(tried)
     try:
         with torch.enable_grad(), probes.probing(tried, Precision(), 0, "records"):
             hooks = hooks_on(tried)
@@ -510,9 +503,7 @@ def _samples_of(hooks: Any, parameter: nn.Parameter, records: int) -> Samples:
     """
     grad_sample = getattr(parameter, "grad_sample", None)
     if isinstance(grad_sample, list):
-        raise ValueError(
-            "A step went backward several times. Gradients of single records need one backward pass a step."
-        )
+        raise ValueError("A step went backward several times. Gradients of single records need one backward pass.")
     if grad_sample is not None and len(grad_sample) != records:
         raise ValueError(
             f"A layer has seen {len(grad_sample)} rows in a step of {records} records. Gradients of single records need "

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import Client, Setup, State, probes
 from fedlightning.tensors import clone, first_nonfinite, load_state, module_state
-from fedlightning.tensors.modules import optimizers_in
+from fedlightning.tensors.entries import optimizers_in
 
 
 class SecondModel:
@@ -26,7 +26,7 @@ class SecondModel:
 
     Attributes:
         entry: Name under which the client's state holds it.
-        kept: What the client's state holds.
+        saved: What the client's state holds.
         gradients: Gradients by name, summed over the batches of the present step.
     """
 
@@ -34,9 +34,9 @@ class SecondModel:
 
     def __init__(self, client: Client, key: str, twin: LightningModule) -> None:
         self.client, self.twin = client, twin
-        self.kept: dict[str, Any] = client.state.get(key, {})
-        if self.entry in self.kept:
-            load_state(self.twin, self.kept[self.entry])
+        self.saved: dict[str, Any] = client.state.get(key, {})
+        if self.entry in self.saved:
+            load_state(self.twin, self.saved[self.entry])
         self.gradients: State = {}
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -45,8 +45,8 @@ class SecondModel:
         self.twin.to(module.device)
         self.twin.trainer = trainer
         self.optimizer = optimizers_in(self.twin.configure_optimizers())[0]
-        if self.client.keeps_optimizers and self.kept.get("optimizer") is not None:
-            self.optimizer.load_state_dict(copy.deepcopy(self.kept["optimizer"]))  # which does not copy the tensors
+        if self.client.keeps_optimizers and self.saved.get("optimizer") is not None:
+            self.optimizer.load_state_dict(copy.deepcopy(self.saved["optimizer"]))  # which does not copy the tensors
         self.parameters = {n: p for n, p in self.twin.named_parameters() if p.requires_grad}
         self.handle = trainer.optimizers[0].register_step_post_hook(lambda *_: self.step())
 

@@ -105,13 +105,13 @@ def discrete_normal(secret: str, address: str, count: int, std: float) -> np.nda
     for start in range(0, count, PIECE):
         piece = drawn[start : start + PIECE]
         numbers[start : start + PIECE] = piece
-        refused.append(start + np.flatnonzero(~_taken(piece, std, coins(len(piece)))))
+        refused.append(start + np.flatnonzero(~_accept(piece, std, coins(len(piece)))))
     if len(places := np.concatenate(refused)):
         numbers[places] = discrete_normal(secret, f"{address}|again", len(places), std)
     return numbers
 
 
-def _taken(drawn: np.ndarray, std: float, coins: np.ndarray) -> np.ndarray:
+def _accept(drawn: np.ndarray, std: float, coins: np.ndarray) -> np.ndarray:
     """Return which rounded normal numbers are taken, by coins in (0, 1): below ``m(0) / m(x)``."""
     taken: np.ndarray = coins < 1.0 - float(np.square(drawn).max(initial=0.0)) / (8.0 * std**4)  # less than all of them
     unsure = np.flatnonzero(~taken)

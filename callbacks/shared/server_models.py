@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fedlightning.algorithm import (
+    GLOBAL,
     Change,
     Facts,
     FederatedCallback,
@@ -56,6 +57,43 @@ def one_visit(what: str, instead: str, when: Callable[[Setup], bool] = facts.alw
 def no_model(why: str = "lets no model travel") -> list[Need]:
     """Return the needs of a method that lets no model travel: that nothing works on one, or keeps a part beside it."""
     return [Need(why, facts.WORKS_ON_THE_MODEL), Need(f"{why}, and each client's own model is whole", (Change.KEEPS,))]
+
+
+class ModelPerArchitecture(ServerModels):
+    """Base of methods that keep a whole model at the server for each architecture that clients have, by its name.
+
+    That of the global model's architecture is the global one.
+    """
+
+    def make_all_models(self, server: Server) -> None:
+        """Make the models before round 1.
+
+        Raises:
+            ValueError: If models are not whole at the server, or a held-out client would have none.
+        """
+        if server.models.float_buffers == "local":
+            raise ValueError(
+                f"{self.key} makes teachers of whole models, and float_buffers='local' keeps a part of each at its client. "
+                "Use float_buffers='average'."
+            )
+        self.make_models(server, server.clients)
+        for client in server.held_out:
+            if self.model_of(server, client) not in server.models:
+                raise ValueError(
+                    f"{self.key} has no model for the held-out client '{client}': nobody who trains has its architecture "
+                    f"'{server.architecture_of(client).name}'. Assign it another one."
+                )
+
+    def make_models(self, server: Server, clients: Sequence[str]) -> None:
+        """Make a model for every architecture that nobody had so far."""
+        for client in clients:
+            if (key := self.model_of(server, client)) not in server.models:
+                server.models.add(key, key)
+
+    def model_of(self, server: Server, client: str) -> str:
+        """Return the model of the client's architecture."""
+        architecture = server.architecture_of(client)
+        return GLOBAL if architecture is server.architecture() else architecture.name
 
 
 class NoWeightings(requires.Requirement):

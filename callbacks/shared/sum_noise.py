@@ -14,7 +14,7 @@ PLACE = "noise of sums"
 """Where a client's `scratch` has its noise, from `on_send` on, for who encodes the update."""
 LEAST_STD = 8.0
 """Standard deviation of a share, in units of the integers, from which on sums of shares are as good as one number."""
-TAIL = 12.0
+TAIL_DEVIATIONS = 12.0
 """Standard deviations that a sum has room for: an element is beyond them with a probability below 1e-30."""
 
 
@@ -54,7 +54,7 @@ class SumNoise:
 
     def clip_for(self, point: FixedPoint, elements: int) -> float:
         """Return the least bound of an element with which no sum overflows, for what it is worth at this resolution."""
-        spread = TAIL * self.std(point, elements) * math.sqrt(point.clients)
+        spread = TAIL_DEVIATIONS * self.std(point, elements) * math.sqrt(point.clients)
         return self.length * (1.0 + 1e-3) + spread * point.clip / point.levels
 
     def add(self, integers: np.ndarray, point: FixedPoint, digest: str) -> None:

@@ -1,6 +1,5 @@
 """LEAF's federations (Caldas et al. 2018), from the files that its scripts write."""
 
-from fedlightning.datamodules.leaf.base import LEAFDataModule, LEAFUser, read_leaf
 from fedlightning.datamodules.leaf.datasets import (
     LEAFCelebADataModule,
     LEAFFEMNISTDataModule,
@@ -8,6 +7,7 @@ from fedlightning.datamodules.leaf.datasets import (
     LEAFSyntheticDataModule,
     ShakespeareDataModule,
 )
+from fedlightning.datamodules.leaf.leaf_users import LEAFDataModule, LEAFUser, read_leaf
 
 __all__ = [
     "LEAFCelebADataModule",

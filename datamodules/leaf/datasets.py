@@ -12,13 +12,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedlightning.datamodules.base import sort_clients
+from fedlightning.datamodules.csv_tables import text_of
+from fedlightning.datamodules.federated_data import sort_clients
 from fedlightning.datamodules.image_files import ImageFiles, lacking_files
-from fedlightning.datamodules.leaf.base import LEAFDataModule, LEAFUser, numbers
+from fedlightning.datamodules.leaf.leaf_users import LEAFDataModule, LEAFUser, numbers
 from fedlightning.datamodules.natural import SiteSamples
-from fedlightning.datamodules.tables import text_of
 from fedlightning.datamodules.views import ArrayDataset, Indices
-from fedlightning.datamodules.words import WordNumbers
+from fedlightning.datamodules.word_numbers import WordNumbers
 from fedlightning.ranges import NonNegativeInt, PositiveInt, ShareBelowOne, checked
 
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"

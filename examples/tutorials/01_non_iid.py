@@ -15,8 +15,8 @@ from fedlightning.callbacks import FedAvg
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner, IIDPartitioner, plot_partition
 from fedlightning.models import MLP, Classifier
 from fedlightning.options import Evaluation
-from fedlightning.study.curves import round_means
-from fedlightning.study.runs import load_run
+from fedlightning.study.finished_runs import load_run
+from fedlightning.study.learning_curves import round_means
 
 # %%
 # A partitioner says who has which samples. The smaller ``alpha`` of a Dirichlet split is, the fewer classes a client has.

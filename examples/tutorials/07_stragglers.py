@@ -17,8 +17,8 @@ from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import MLP, Classifier
 from fedlightning.options import Evaluation
 from fedlightning.server.loop import Synchronous
-from fedlightning.study.curves import cumulative_costs, round_means
-from fedlightning.study.runs import load_run
+from fedlightning.study.finished_runs import load_run
+from fedlightning.study.learning_curves import cumulative_costs, round_means
 from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock
 
 # %%

@@ -21,8 +21,8 @@ from fedlightning.callbacks import FedAvg, FedIT
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import MLP, Classifier
 from fedlightning.options import Evaluation
-from fedlightning.study.curves import round_means
-from fedlightning.study.runs import load_run
+from fedlightning.study.finished_runs import load_run
+from fedlightning.study.learning_curves import round_means
 
 # %%
 # The pretrained network: an ordinary Lightning training, on digits that are transposed.

@@ -17,7 +17,7 @@ from fedlightning.callbacks import APFL, FedAvg, Local, LocalCheckpoint
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import MLP, Classifier
 from fedlightning.options import Evaluation
-from fedlightning.study.runs import load_run
+from fedlightning.study.finished_runs import load_run
 from fedlightning.study.study import Study
 
 # %%

@@ -88,8 +88,8 @@ from fedlightning.callbacks import FedAvg
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import Classifier, DigitsCNN
 from fedlightning.options import Evaluation
-from fedlightning.study.curves import round_means
-from fedlightning.study.runs import load_run
+from fedlightning.study.finished_runs import load_run
+from fedlightning.study.learning_curves import round_means
 from fedlightning.testing import check_algorithm
 
 sys.path.insert(0, "..")  # examples/, where own_algorithm.py is

@@ -11,8 +11,8 @@ from fedlightning.arguments.inputs import (
 )
 from fedlightning.arguments.local import local_trainer_arguments, logged_clients
 from fedlightning.arguments.newcomers import assigned_newcomers, check_new_clients, new_clients, new_clients_data
+from fedlightning.arguments.place_checks import parse_time
 from fedlightning.arguments.trainer_options import TrainerOptions
-from fedlightning.arguments.values import parse_time
 
 __all__ = [
     "TrainerOptions",

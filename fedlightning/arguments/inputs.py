@@ -17,11 +17,11 @@ from fedlightning.client.data_summary import DataSummary
 from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.compat.system import file_name_of, same_file
 from fedlightning.contract import POOLED
-from fedlightning.datamodules.base import FederatedDataModule, sort_clients
+from fedlightning.datamodules.federated_data import FederatedDataModule, sort_clients
 from fedlightning.datamodules.held_out import draw_clients, draw_held_out
 from fedlightning.datamodules.labels import ask_about_spelling
 from fedlightning.datamodules.loaders import LoaderDataModule
-from fedlightning.datamodules.partition import Partitioner
+from fedlightning.datamodules.plans import Partitioner
 from fedlightning.errors import ConfigurationError, listed
 from fedlightning.models.client_models import ClientModels
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fedlightning.arguments.inputs import check_clients, federated_data
 from fedlightning.client.data_summary import DataSummary, describe
 from fedlightning.compat.lightning_runs import quiet
-from fedlightning.datamodules.base import FederatedDataModule, sort_clients
+from fedlightning.datamodules.federated_data import FederatedDataModule, sort_clients
 from fedlightning.errors import ConfigurationError, listed
 from fedlightning.models.client_models import ClientModels
 
@@ -33,15 +33,17 @@ def assigned_newcomers(server: Server, run_data: DataSummary, data: DataSummary,
             "a rule (assign='cycle'), or let the run's data have the client from the start, kept out of training by held_out."
         )
     sizes = {**server.num_samples, **{client: data.num_samples(client) for client in new}}
-    old_groups, theirs = run_data.planted_groups, data.planted_groups
-    groups = None if old_groups is None or theirs is None else old_groups | {client: theirs[client] for client in new}
+    old_groups, new_groups = run_data.planted_groups, data.planted_groups
+    groups = None
+    if old_groups is not None and new_groups is not None:
+        groups = old_groups | {client: new_groups[client] for client in new}
     try:
         new_models = template.assignment(sizes, groups)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     if template.assign == "group" and old_groups is not None and groups is not None:
-        of_group = {old_groups[client]: assigned[client] for client in server.clients}
-        new_models |= {client: of_group[groups[client]] for client in new if groups[client] in of_group}
+        model_by_group = {old_groups[client]: assigned[client] for client in server.clients}
+        new_models |= {client: model_by_group[groups[client]] for client in new if groups[client] in model_by_group}
     return replace(blueprint, assigned=assigned | {client: new_models[client] for client in new})
 
 
@@ -55,24 +57,24 @@ def new_clients_data(newcomers: Any) -> FederatedDataModule:
     return data
 
 
-def new_clients(data: DataSummary, from_run: bool, server: Server, named: Sequence[str | int] | None) -> list[str]:
+def new_clients(data: DataSummary, from_run: bool, server: Server, requested: Sequence[str | int] | None) -> list[str]:
     """Return the clients that join a fitted federation."""
-    there = list(server.held_out) if from_run else sort_clients(data.client_ids)
-    new = [client for client in there if client not in server.clients]
-    if named is None:
+    candidates = list(server.held_out) if from_run else sort_clients(data.client_ids)
+    new = [client for client in candidates if client not in server.clients]
+    if requested is None:
         if not new:
             raise ConfigurationError(
                 "There is no new client: "
                 + (
                     "this run held none out. Give their data: onboard(newcomers=...)."
                     if from_run
-                    else f"{listed(there)} have names of clients that trained. Give the new ones other names."
+                    else f"{listed(candidates)} have names of clients that trained. Give the new ones other names."
                 )
             )
         return new
-    if isinstance(named, str) or not isinstance(named, Sequence):
-        raise ConfigurationError(f"clients={named!r} must be a list of clients' ids.")
-    chosen = sort_clients({str(client) for client in named})
+    if isinstance(requested, str) or not isinstance(requested, Sequence):
+        raise ConfigurationError(f"clients={requested!r} must be a list of clients' ids.")
+    chosen = sort_clients({str(client) for client in requested})
     for client in chosen:
         if client in server.clients:
             raise ConfigurationError(

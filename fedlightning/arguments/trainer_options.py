@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lightning.pytorch import Callback
 
 from fedlightning.arguments.local import check_keeping, ordinary_callbacks
-from fedlightning.arguments.values import check
+from fedlightning.arguments.place_checks import check
 from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.options import SHORT_FORMS
 from fedlightning.ranges import to_python

@@ -35,7 +35,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedlightning.catalogue.algorithm import FAMILIES, Algorithm, Option
+from fedlightning.catalogue.catalogue_row import FAMILIES, Algorithm, Option
 from fedlightning.catalogue.installed import installed_rows, plain
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 
-from fedlightning.catalogue.algorithm import CALLBACKS, FAMILIES, Algorithm
+from fedlightning.catalogue.catalogue_row import CALLBACKS, FAMILIES, Algorithm
 from fedlightning.errors import warn
 
 GROUP = "fedlightning.algorithms"

@@ -27,7 +27,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.models.client_models import ClientModels
 from fedlightning.seeding import isolated
 from fedlightning.tensors import State, entry_kinds, is_same, module_state, select, state_digest
-from fedlightning.tensors.modules import keeps_vectors
+from fedlightning.tensors.entries import keeps_vectors
 
 
 class ModuleCopier(Protocol):
@@ -149,7 +149,7 @@ class _Recipe:
         self.base: State | None = None
         self.began_with = ""
         self.base_hash: str | None = None
-        self.seen: list[tuple[Tensor, int]] = []
+        self.versions: list[tuple[Tensor, int]] = []
 
 
 @dataclass
@@ -280,14 +280,14 @@ class Blueprint:
         The server's model shares their memory: one that somebody has edited there in place is not a base any more.
         """
         recipe = self._find_recipe(architecture)
-        if recipe.base is not None and any(value._version != version for value, version in recipe.seen):
+        if recipe.base is not None and any(value._version != version for value, version in recipe.versions):
             recipe.base = recipe.base_hash = recipe.reference = None
         if recipe.base is None:
             module = self.reference(architecture)
             frozen = [name for name, kind in entry_kinds(module).items() if kind == "frozen"]
             recipe.base = module_state(module, frozen)
             recipe.began_with = self._frozen_now(recipe)
-            recipe.seen = [(value, value._version) for value in recipe.base.values()]
+            recipe.versions = [(value, value._version) for value in recipe.base.values()]
         return recipe.base
 
     def _frozen_now(self, recipe: _Recipe) -> str:

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.contract.messages import Message
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule, sort_clients
-from fedlightning.datamodules.groups import look
-from fedlightning.datamodules.held_out import without
+from fedlightning.datamodules.federated_data import SPLITS, FederatedDataModule, sort_clients
+from fedlightning.datamodules.groups import hash_samples
+from fedlightning.datamodules.held_out import exclude_clients
+from fedlightning.datamodules.partition_report import class_names_of
 from fedlightning.datamodules.public_only import public_content
-from fedlightning.datamodules.report import class_names_of
 from fedlightning.datamodules.sampling import (
     AddressedSampler,
     preserve_generators,
@@ -183,11 +183,11 @@ class DataSummary:
             return counts[min(round, len(counts) - 1)]
         return self.sizes[client][SPLITS.index(split)]
 
-    def without(self, clients: Collection[str]) -> DataSummary:
+    def exclude(self, clients: Collection[str]) -> DataSummary:
         """Return the description in which some clients do not take part in training; they keep their sizes.
 
         Example:
-            >>> few = DataSummary("Mine", ["a", "b"], {"a": (3, 1, 1), "b": (5, 1, 1)}).without(["b"])
+            >>> few = DataSummary("Mine", ["a", "b"], {"a": (3, 1, 1), "b": (5, 1, 1)}).exclude(["b"])
             >>> few.client_ids, few.num_samples("b")
             (['a'], 5)
         """
@@ -255,7 +255,7 @@ def describe(
     together: bool = True,
 ) -> DataSummary:
     """Describe data that are here and set up. No sample is read, except for the hash of public data if that is asked for."""
-    few = without(data, leave_out) if leave_out else data
+    few = exclude_clients(data, leave_out) if leave_out else data
     ids = list(few.client_ids)
     everybody = [*ids, *left_out, *leave_out]
     details_of_data: dict[str, Any] = {}
@@ -332,7 +332,7 @@ def _loaders(data: FederatedDataModule) -> tuple[dict[str, Mapping[str, Any]], s
                 options[name] = value if value is not None else getattr(has, name, None)
             loaders[client] = options
             if client in looks:
-                looks[client] = look(getattr(loader, "dataset", None))
+                looks[client] = hash_samples(getattr(loader, "dataset", None))
     return loaders, _hash(looks) if any(looks.values()) else None
 
 

@@ -51,7 +51,7 @@ from fedlightning.contract import FederatedCallback, Phase, TrainingData
 from fedlightning.contract.messages import Message
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.errors import ConfigurationError, Restart
-from fedlightning.tensors.modules import optimizers_in
+from fedlightning.tensors.entries import optimizers_in
 from fedlightning.wrappers.mixing import Mixin, mixed
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class LightningFitter:
             del client.module.forward  # under DDP Lightning leaves the bound method on the instance
         return trainer
 
-    def release(self, trainer: Trainer) -> None:
+    def detach_trainer(self, trainer: Trainer) -> None:
         """Cut the references of a finished Trainer to the client's model.
 
         A Trainer is full of reference cycles. Without this, the models of many clients stay in memory until Python's
@@ -351,7 +351,7 @@ class Fitter(Protocol):
     def fit(self, job: FitJob) -> Any:
         """Train, and return the Trainer that did it, or what stands for it."""
 
-    def release(self, trainer: Any) -> None:
+    def detach_trainer(self, trainer: Any) -> None:
         """Cut the references of a finished Trainer to the client's model."""
 
 
@@ -520,7 +520,7 @@ def _fit(
     record["callbacks"] = {key: state for key, state in states.items() if state}
     if phase.loss is None:  # else it is not a metric of the task
         client.metrics |= numbers(trainer.callback_metrics, client.module)
-    fitter.release(trainer)
+    fitter.detach_trainer(trainer)
     if visit.attempts == 0 and work > 0 and client.module.automatic_optimization and batches:
         raise RuntimeError(
             f"Client '{client.id}' was asked for {work} of work but took no optimizer step. "

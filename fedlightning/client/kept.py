@@ -67,7 +67,9 @@ class Kept:
     def __init__(self, module: nn.Module) -> None:
         self._records: list[tuple[PutBack, Any, Any, str]] = []
         # the objects too, so that no other one gets the id of one that is gone; faster than `module.parameters()`
-        self._seen = {id(entry): entry for part in module.modules() for entry in vars(part)["_parameters"].values()}
+        self._entries_by_id = {
+            id(entry): entry for part in module.modules() for entry in vars(part)["_parameters"].values()
+        }
         self._uncopied: list[str] = []
         self._waiting: list[tuple[Any, str]] = [(module, "")]
         while self._waiting:
@@ -85,9 +87,9 @@ class Kept:
         return [place for put_back, value, before, place in self._records if put_back(value, before)]
 
     def _look_into(self, value: Any, place: str) -> None:
-        if id(value) in self._seen:
+        if id(value) in self._entries_by_id:
             return
-        self._seen[id(value)] = value
+        self._entries_by_id[id(value)] = value
         if isinstance(value, nn.Module):
             kind, attributes = type(value).__name__, vars(value)
             self._note(value, kind, OWN)

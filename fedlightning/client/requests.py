@@ -8,10 +8,10 @@ engine serves one request after another, and another serves the requests of many
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from lightning.pytorch import Callback, LightningModule
@@ -72,7 +72,7 @@ class LocalSettings:
     def folder_of(self, client: str) -> str | None:
         """Return the folder for what is written inside a client's training; `None` if the run writes nothing."""
         root = self.trainer_arguments.get("default_root_dir")
-        return None if root is None else str(Path(root) / "clients" / file_name_of(client))
+        return None if root is None else os.path.join(root, "clients", file_name_of(client))
 
     def logs(self, client: str) -> bool:
         """Return True if the logs of a client are kept."""
@@ -241,7 +241,7 @@ def score_in_turn(runner: ClientRuntime, scoring: Scoring[Answer]) -> Answer:
     return finish(scoring, scores_in_turn)
 
 
-LONGEST = 128
+MAX_WAITING = 128
 """Requests of one model that wait for one another: their loaders are in memory together."""
 
 
@@ -254,7 +254,7 @@ def _series(requests: Iterable[ScoreRequest]) -> Iterator[list[ScoreRequest]]:
             yield series
             series = []
         series.append(request)
-        if not light or len(series) == LONGEST:
+        if not light or len(series) == MAX_WAITING:
             yield series
             series = []
     if series:

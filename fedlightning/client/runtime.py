@@ -27,8 +27,8 @@ from fedlightning.compat.lightning_runs import quiet, to_device, trainer_of
 from fedlightning.compat.system import preload_fork_server
 from fedlightning.contract import POOLED, CallbackList, FederatedCallback
 from fedlightning.contract.messages import Message
-from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.datamodules.held_out import ClientSubset, without
+from fedlightning.datamodules.federated_data import FederatedDataModule
+from fedlightning.datamodules.held_out import ClientSubset, exclude_clients
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.sampling import read_for_scores
 from fedlightning.errors import ConfigurationError
@@ -234,7 +234,7 @@ class ClientRuntime:
     def leave_out(self, clients: Collection[str]) -> None:
         """Keep clients out of training from now on: they are in no list and in no union of the data any more."""
         if clients:
-            self.data = without(self.data, clients)
+            self.data = exclude_clients(self.data, clients)
             self.left_out = [*self.left_out, *clients]
             self._described = None
             self._make_scorer()

@@ -37,13 +37,13 @@ class _Moves:
     """Steps of one parameter group in which the same parameters moved.
 
     Attributes:
-        there: Whether each parameter of the group has a gradient.
+        has_gradient: Whether each parameter of the group has a gradient.
         names: Names of those that have one.
         rates: Learning rates of the steps.
         momenta: By the number of a step with momentum, its momentum, dampening, and whether it is Nesterov's.
     """
 
-    there: list[bool]
+    has_gradient: list[bool]
     names: list[str]
     rates: list[float] = field(default_factory=list)
     momenta: dict[int, tuple[float, float, bool]] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class VisitCallback(Callback):
             return "moves its entries without a step of the optimizers that configure_optimizers returns"
         return "steps its optimizers past Lightning (use_pl_optimizer=False)" if self._past_lightning else ""
 
-    def look(self) -> None:
+    def check_moves(self) -> None:
         """Look whether entries have moved, if no optimizer is known to have moved them."""
         self._moved = any(not torch.equal(value, before) for value, before in self._before)
 
@@ -193,13 +193,15 @@ class VisitCallback(Callback):
     def _stepped(self, index: int, optimizer: Optimizer, *ignored: Any) -> None:
         moved = False
         for number, group in enumerate(optimizer.param_groups):
-            there = [parameter.grad is not None for parameter in group["params"]]
+            has_gradient = [parameter.grad is not None for parameter in group["params"]]
             moves = self._moves.get((index, number))
-            if moves is None or moves.there != there:
+            if moves is None or moves.has_gradient != has_gradient:
                 self._settle((index, number))
                 names = [self._names.get(id(parameter)) for parameter in group["params"]]
-                chosen = [name for name, is_there in zip(names, there, strict=True) if is_there and name is not None]
-                moves = self._moves[index, number] = _Moves(there, chosen)
+                chosen = [
+                    name for name, is_moving in zip(names, has_gradient, strict=True) if is_moving and name is not None
+                ]
+                moves = self._moves[index, number] = _Moves(has_gradient, chosen)
             if group.get("momentum"):
                 momentum = float(group["momentum"]), float(group.get("dampening", 0.0)), bool(group.get("nesterov"))
                 moves.momenta[len(moves.rates)] = momentum
@@ -249,7 +251,7 @@ class VisitCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self._handles:
             handle.remove()
-        self.look()
+        self.check_moves()
         self._before = []
         for which in list(self._moves):
             self._settle(which)

@@ -43,7 +43,7 @@ from fedlightning.datamodules.sampling import samples_in
 from fedlightning.errors import Restart, warn
 from fedlightning.seeding import seed_all
 from fedlightning.tensors import State, clone, equal, first_nonfinite, load_state, pack
-from fedlightning.tensors.modules import settle
+from fedlightning.tensors.entries import settle
 
 if TYPE_CHECKING:
     from fedlightning.client.runtime import ClientRuntime

@@ -49,7 +49,7 @@ HOMES = (
     "torchmetrics.regression",
 )
 """Modules whose `nn.Module`s a file may hold."""
-SINGLE = (
+SINGLE_CLASSES = (
     "peft.peft_model:PeftModel",
     "peft.tuners.lora.model:LoraModel",
     "peft.tuners.lora.config:LoraConfig",
@@ -70,7 +70,7 @@ PURE = frozenset(
     ]
 )
 """Single functions that do nothing but compute."""
-SPECIAL = (
+SPECIAL_METHODS = (
     "__new__", "__init_subclass__", "__setstate__", "__reduce__", "__reduce_ex__", "__setattr__", "__delattr__",
     "__getattribute__", "__getattr__", "__call__", "__del__", "train", "eval",
 )  # fmt: skip
@@ -109,10 +109,10 @@ def forbidden(cls: type) -> str | None:
     ours = within(cls.__module__, ROOMS[1:]) or (
         within(cls.__module__, ROOMS[:1]) and issubclass(cls, nn.Module | Mixin)
     )
-    listed = (issubclass(cls, nn.Module) and within(cls.__module__, HOMES)) or path in SINGLE
+    listed = (issubclass(cls, nn.Module) and within(cls.__module__, HOMES)) or path in SINGLE_CLASSES
     if type(cls) not in (type, ABCMeta) or not (ours or listed):
         return "is none of the classes whose restoring is known to be plain"
-    for name in SPECIAL:
+    for name in SPECIAL_METHODS:
         owner = next((base for base in cls.__mro__ if name in vars(base)), None)
         if owner is None or owner in BASES or owner.__module__ == "typing":
             continue
@@ -146,7 +146,7 @@ HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if "hook" in
 """Attributes of a module that hold functions which are called beside its own."""
 EMPTY = HOOKS | {"_compiled_call_impl", "_trainer", "_fabric"}
 """Attributes of a module that a file has to leave empty."""
-HELD = {"_parameters": Tensor | None, "_buffers": Tensor | None, "_modules": nn.Module | None}
+KIND_BY_ATTRIBUTE = {"_parameters": Tensor | None, "_buffers": Tensor | None, "_modules": nn.Module | None}
 """Attributes of a module that hold values of one kind only, by name."""
 _ODD_NAME = re.compile(r'^$|^__.*__$|[."\\\x00-\x1f\x7f-\x9f\u2028\u2029]')
 """Names that no parameter or layer has: Python would ask for them itself, or code that torch.fx writes would end at them."""
@@ -161,9 +161,9 @@ def forbidden_attribute(cls: type, state: dict[Any, Any]) -> str | None:
             return f"something in {name}, which has to be empty"
         if callable(next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)):
             return f"the attribute '{name}', which would hide a method"
-        if name in HELD:
+        if name in KIND_BY_ATTRIBUTE:
             named = isinstance(value, dict) and all(type(key) is str for key in value)
-            if not named or not all(isinstance(entry, HELD[name]) for entry in value.values()):
+            if not named or not all(isinstance(entry, KIND_BY_ATTRIBUTE[name]) for entry in value.values()):
                 return f"{name} that are none"
             odd = next((key for key in value if _ODD_NAME.search(key)), None)
             if odd is not None:
@@ -206,7 +206,7 @@ def look_up(path: Any, trust: Trust = False, called: bool = False) -> Any:
     function or class that only computes: :mod:`fedlightning.codec.allowed` lists them. All else needs `trust`.
     """
     module, name = _parts(path)
-    target = _found(module, name, imported=is_trusted(module, trust) or within(module, IMPORTED))
+    target = _look_up(module, name, imported=is_trusted(module, trust) or within(module, IMPORTED))
     home = getattr(target, "__module__", None) or "torch"  # not the module that has imported it
     if trust is True or (is_trusted(module, trust) and is_trusted(home, trust)):
         return target
@@ -226,7 +226,7 @@ def look_up(path: Any, trust: Trust = False, called: bool = False) -> Any:
 def plain_kind(path: Any, kind: type) -> Any:
     """Return the enum or named tuple that a file names, which is imported already or ours."""
     module, name = _parts(path)
-    cls = _found(module, name, imported=within(module, IMPORTED))
+    cls = _look_up(module, name, imported=within(module, IMPORTED))
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         raise ValueError(f"{path} is no {kind.__name__.lower()}")
     if any("__call__" in vars(base) for base in cls.__mro__):
@@ -241,7 +241,7 @@ def _parts(path: Any) -> tuple[str, str]:
     return module, name
 
 
-def _found(module: str, name: str, imported: bool) -> Any:
+def _look_up(module: str, name: str, imported: bool) -> Any:
     """Return what a module holds under a name, without asking the module's `__getattr__`, which would import more."""
     if imported:
         try:
@@ -303,7 +303,7 @@ def _check_path(text: str, trust: Trust) -> None:
         module, name = ".".join(parts[:cut]), ".".join(parts[cut:])
         if module in sys.modules or within(module, IMPORTED):
             try:
-                target = _found(module, name, imported=True)
+                target = _look_up(module, name, imported=True)
             except ValueError:
                 continue  # there is no such thing: a text that only looks like it
             home = getattr(target, "__module__", None) or "torch"

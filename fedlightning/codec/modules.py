@@ -19,8 +19,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedlightning.codec.allowed import Trust, forbidden_attribute, is_trusted, look_up, path_of
+from fedlightning.codec.exotic_values import listed
 from fedlightning.codec.tree import PLAIN, NotPlainError, Reader, Writer, check_attributes
-from fedlightning.codec.values import listed
 from fedlightning.wrappers.mixing import Mixin, mixins_of, remade, user_class
 
 
@@ -87,11 +87,11 @@ class _ObjectReader(Reader):
     def __init__(self, tensors: list[Tensor], trust: Trust) -> None:
         super().__init__(tensors)
         self.trust = trust
-        self._given: list[tuple[type, dict[Any, Any]]] = []
+        self._assigned: list[tuple[type, dict[Any, Any]]] = []
 
     def check_given(self) -> None:
         """Refuse attributes that no object of a class that is not trusted may have."""
-        for cls, attributes in self._given:
+        for cls, attributes in self._assigned:
             self._check(cls, attributes)
 
     def _check(self, cls: type, attributes: dict[Any, Any]) -> None:
@@ -130,8 +130,8 @@ class _ObjectReader(Reader):
         state = self._value(tree)
         attributes, slots = state if isinstance(state, tuple) else (state, None)
         if not self._trusts(cls):
-            self._given.append((type(instance), {**(attributes or {}), **(slots or {})}))
-            self._check(*self._given[-1])
+            self._assigned.append((type(instance), {**(attributes or {}), **(slots or {})}))
+            self._check(*self._assigned[-1])
         if hasattr(cls, "__setstate__"):
             instance.__setstate__(state)  # torch's own or one that has been read, unless the class is trusted
         else:

@@ -1,9 +1,9 @@
 """Values as a text of JSON and tensors, and back, so that reading a file or a message cannot run code.
 
 What JSON has stands for itself; any other value is an object with one entry, its kind and what it is made of. Harmless values
-(arrays, paths, dates, random generators ...) are taken apart (:mod:`fedlightning.codec.values`), the rest is refused by its
-place. What was put in comes back bit for bit: types, the order of dimensions in memory, what is one thing in two places, and
-memory that several tensors share.
+(arrays, paths, dates, random generators ...) are taken apart (:mod:`fedlightning.codec.exotic_values`), the rest is refused
+by its place. What was put in comes back bit for bit: types, the order of dimensions in memory, what is one thing in two
+places, and memory that several tensors share.
 
 `docs/reference/wire_format.md` describes the format.
 """
@@ -26,12 +26,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fedlightning.codec.allowed import UntrustedError, path_of
 from fedlightning.codec.container import NAMES, UNLIMITED, Limits, check_truth, layout, unpack_file
-from fedlightning.codec.values import BY_NAME, BY_TYPE, Collisions, enum_member, in_order, named_tuple
+from fedlightning.codec.exotic_values import BY_NAME, BY_TYPE, Collisions, enum_member, named_tuple, sort_set
 from fedlightning.storage.files import UnreadableError, replacing, sync
 
 PLAIN = (type(None), bool, float, str, complex, torch.dtype, torch.device, torch.Size)
 """Types that are not code, and that `torch.load(weights_only=True)` gives back as they are; so it does with ints."""
-LONGEST = 2000
+MAX_INT_BITS = 2000
 """Bits of an int that its reader takes."""
 HASHED_THROUGH = (tuple, frozenset, slice)
 """Types whose hash is that of all they hold. In keys they are not shared: one that holds another twice, and that another, and
@@ -112,7 +112,7 @@ class Writer:
     def _tree(self, value: Any) -> Any:
         kind = type(value)
         self.num_bytes += len(value) if kind is str else 8
-        if value is None or kind is bool or (kind is int and value.bit_length() < LONGEST):
+        if value is None or kind is bool or (kind is int and value.bit_length() < MAX_INT_BITS):
             return value
         if kind is str and (self.kinds is not None or not HALF.search(value)):  # whoever reads a message refuses it
             return value
@@ -146,7 +146,7 @@ class Writer:
                 return {kind.__name__: pairs}
             return {"StateDict": [pairs, self._at(".__dict__", dict(vars(value)))]}
         if kind in (set, frozenset):
-            return {kind.__name__: [self._key(entry) for entry in in_order(value)]}
+            return {kind.__name__: [self._key(entry) for entry in sort_set(value)]}
         if kind in (Tensor, nn.Parameter):
             return self._tensor(value)
         leaf = BY_TYPE.get(kind)
@@ -370,7 +370,7 @@ class Reader:
         self._tensors = tensors
         self._limits = limits
         self._num_values = self._depth = self._in_key = 0
-        self._made: list[Any] = []  # of each list and object, in the order in which they begin
+        self._instances: list[Any] = []  # of each list and object, in the order in which they begin
         self._bytes: dict[int, bytes] = {}  # a message that names its bytes a million times is not a million copies
         self._readers: dict[str, Callable[[Any], Any]] = {
             "tuple": lambda content: tuple(map(self._value, _list(content))),
@@ -424,12 +424,12 @@ class Reader:
             return _float(content)
         if kind == "ref":
             return self._ref(content)
-        number = len(self._made)
-        self._made.append(_OPEN)
+        number = len(self._instances)
+        self._instances.append(_OPEN)
         self._depth += 1
         instance = self._new(kind, content)
         self._depth -= 1
-        self._made[number] = instance
+        self._instances[number] = instance
         return instance
 
     def _new(self, kind: str, content: Any) -> Any:
@@ -445,13 +445,13 @@ class Reader:
 
     def _begun(self, container: Any) -> Any:
         """Note what was begun last before its parts are known, which may hold it."""
-        self._made[-1] = container
+        self._instances[-1] = container
         return container
 
     def _ref(self, number: Any) -> Any:
-        if type(number) is not int or not 0 <= number < len(self._made):
+        if type(number) is not int or not 0 <= number < len(self._instances):
             raise NotPlainError(f"it has no entry {number!r:.40}")
-        instance = self._made[number]
+        instance = self._instances[number]
         if instance is _OPEN:
             raise NotPlainError("it holds an entry that is a part of itself")
         if self._in_key and isinstance(instance, HASHED_THROUGH):

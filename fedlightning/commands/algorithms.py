@@ -16,7 +16,7 @@ from fedlightning.catalogue import FAMILIES, Algorithm, find, list_algorithms, r
 from fedlightning.commands.json_output import print_json
 from fedlightning.commands.terminal import console
 from fedlightning.compat.rich_tables import print_whole
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 
 
 def algorithms(words: Sequence[str]) -> int:
@@ -41,7 +41,7 @@ def algorithms(words: Sequence[str]) -> int:
         if listed:
             show_list(screen, listed)
         else:
-            show_algorithm(screen, _found(name))
+            show_algorithm(screen, _find(name))
     return 0
 
 
@@ -60,7 +60,7 @@ def _chosen(names: Sequence[str]) -> list[Algorithm]:
     """Return the rows that names and patterns mean, each once; all of them for none."""
     if not names:
         return list(rows())
-    rows_by_name = {match: _found(match) for name in names for match in _pattern(name) or [name]}
+    rows_by_name = {match: _find(match) for name in names for match in _pattern(name) or [name]}
     return list(rows_by_name.values())
 
 
@@ -68,7 +68,7 @@ def _pattern(name: str) -> list[str]:
     return list_algorithms(name) if "*" in name or name.lower() in FAMILIES else []
 
 
-def _found(name: str) -> Algorithm:
+def _find(name: str) -> Algorithm:
     try:
         return find(name)
     except ValueError as error:

@@ -12,13 +12,13 @@ import yaml
 from fedlightning.catalogue import find
 from fedlightning.commands.folders import find_run
 from fedlightning.commands.json_output import print_json
-from fedlightning.commands.study import Parser
+from fedlightning.commands.study_options import Parser
 from fedlightning.commands.terminal import console, say, shown
-from fedlightning.config.errors import InputError
-from fedlightning.scores.metrics import higher_is_better
+from fedlightning.config.input_errors import InputError
+from fedlightning.scores.metric_names import higher_is_better
 from fedlightning.storage.files import read_json
 from fedlightning.study.calibration import wilson
-from fedlightning.study.runs import Run, load_run
+from fedlightning.study.finished_runs import Run, load_run
 
 DESCRIPTION = """\
 Write a model card (README.md) and copy the global model and the configuration beside it: a folder that

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedlightning.commands.study import Parser
-from fedlightning.config.errors import InputError
+from fedlightning.commands.study_options import Parser
+from fedlightning.config.input_errors import InputError
 from fedlightning.errors import ConfigurationError, missing_package
-from fedlightning.sites.flower import certificates as files
+from fedlightning.sites.flower import certificate_files as files
 
 DESCRIPTION = (
     "Make certificates and keys for a server and its sites, in a folder for each machine. Give each its own only."

@@ -16,18 +16,18 @@ from rich.table import Table
 
 from fedlightning.commands.json_output import print_json
 from fedlightning.commands.report import overview_of, write_report_aside
-from fedlightning.commands.study import CLI, INTERRUPTED, Parser, show_commands, show_failures
+from fedlightning.commands.study_options import CLI, INTERRUPTED, Parser, show_commands, show_failures
 from fedlightning.commands.terminal import console, say, shown
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import FirstResult, Task, check_metric, refuse_unknown
 from fedlightning.experiments.experiment import Experiment, StudyFile
 from fedlightning.experiments.leave_one_site_out import predict_runs
 from fedlightning.experiments.methods import AUTO, notes
 from fedlightning.experiments.plan import Plan, Request, make_plan
-from fedlightning.scores.metrics import choose_metric
+from fedlightning.scores.metric_names import choose_metric
 from fedlightning.study.crossing import marked, setting
-from fedlightning.study.terms import optimizer_states
+from fedlightning.study.equal_terms import optimizer_states
 
 DESCRIPTION = """\
 Train several configurations over several seeds, add baselines, and write a report.

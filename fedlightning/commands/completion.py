@@ -54,7 +54,7 @@ def script(shell: str) -> str:
         watch,
     )
     from fedlightning.commands.run import Commands, cli_class
-    from fedlightning.commands.study import PASSED_ON
+    from fedlightning.commands.study_options import PASSED_ON
     from fedlightning.config.class_names import class_names
     from fedlightning.config.parsing import CommandLine
 

@@ -14,7 +14,7 @@ import yaml
 
 import fedlightning
 from fedlightning.commands.json_output import print_json
-from fedlightning.config.errors import InputError, suggestion
+from fedlightning.config.input_errors import InputError, suggestion
 
 FOLDER = Path(fedlightning.__file__).parent / "configs"
 """The shipped configurations."""

@@ -18,14 +18,14 @@ from fedlightning.commands.json_output import print_json
 from fedlightning.commands.terminal import say, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.datamodules import FederatedDataModule
-from fedlightning.datamodules.base import sort_clients
-from fedlightning.datamodules.report import class_names_of
-from fedlightning.scores.metrics import ACCURACY, SHARES, bare, metric_label, units_in_words
+from fedlightning.datamodules.federated_data import sort_clients
+from fedlightning.datamodules.partition_report import class_names_of
+from fedlightning.scores.metric_names import ACCURACY, SHARES, bare, metric_label, units_in_words
 from fedlightning.storage.files import write_text_atomically
 from fedlightning.study.calibration import calibration, calibration_intervals, wilson
 from fedlightning.study.columns import GLOBAL, LOCAL
+from fedlightning.study.comparison_files import as_csv, flat, plain
 from fedlightning.study.data import Table
-from fedlightning.study.export import as_csv, flat, plain
 from fedlightning.study.samples import Predicted
 from fedlightning.trainer import FederatedTrainer
 
@@ -110,7 +110,7 @@ SHOWN = (
     "brier",
 )
 """Columns on the terminal, the first of those there are; the files have all."""
-MOST = 5
+MAX_LISTED = 5
 INTERVALS = "[95 % interval] over a client's samples: they do not hold what another training would change."
 MEANINGS = {
     "slope": " slope: 1 is perfect, below it risks are too extreme, above it too close to one another.",
@@ -137,21 +137,23 @@ def show_evaluation(
     names = [name for name in SHOWN if any(line.get(name) is not None for line in scored)]
     names = names or [name for name in (scored[0] if scored else {}) if f"{name}_ci95" in scored[0]]
     table = RichTable(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("client", "samples", *names[:MOST]):
+    for name in ("client", "samples", *names[:MAX_LISTED]):
         table.add_column(metric_label(name), justify="left" if name == "client" else "right", no_wrap=name != "client")
     for line in lines:
         cells = (
-            [line["why"], *[""] * (len(names[:MOST]) - 1)] if line["why"] else [_cell(line, n) for n in names[:MOST]]
+            [line["why"], *[""] * (len(names[:MAX_LISTED]) - 1)]
+            if line["why"]
+            else [_cell(line, n) for n in names[:MAX_LISTED]]
         )
         table.add_row(line["client"], "" if line["samples"] is None else str(line["samples"]), *cells)
     print_whole(screen, table)
-    meanings = "".join(meaning for name, meaning in MEANINGS.items() if name in names[:MOST])
+    meanings = "".join(meaning for name, meaning in MEANINGS.items() if name in names[:MAX_LISTED])
     classes = [] if data is None else class_names_of(data)
     event = classes[1] if len(classes) == 2 else None  # of two classes the second is the event
     meanings += f" Events are of class {event}." if event is not None else ""
     scale = getattr(data, "target", None), getattr(data, "target_statistics", None)
     meanings += "".join(
-        f" {units}" for name in names[:MOST] if data is not None and (units := units_in_words(name, *scale))
+        f" {units}" for name in names[:MAX_LISTED] if data is not None and (units := units_in_words(name, *scale))
     )
     screen.print(f"{INTERVALS}{meanings} All columns are in the files.", highlight=False, markup=False)
     if predicted is not None and predicted.reason:

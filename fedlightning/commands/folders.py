@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.resume.lock import holder_of
 from fedlightning.resume.loggers import BEGINNING
 from fedlightning.storage.files import is_writing_process

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from fedlightning.commands.configs import FOLDER
-from fedlightning.commands.study import CLI, INTERRUPTED, Parser
+from fedlightning.commands.study_options import CLI, INTERRUPTED, Parser
 from fedlightning.commands.terminal import FOLDED, console, print_table, say, shown
 from fedlightning.experiments.children import Main
+from fedlightning.experiments.contest import Contest, League, LeagueTask, Row, chosen, read_league, read_rows, write_row
 from fedlightning.experiments.execute import Task, Watcher
 from fedlightning.experiments.experiment import Experiment
-from fedlightning.experiments.league import Contest, League, LeagueTask, Row, chosen, read_league, read_rows, write_row
-from fedlightning.experiments.reproduce.runs import missing_data
+from fedlightning.experiments.reproduce.table_runs import missing_data
 
 LEAGUE = FOLDER / "league/league.yaml"
 """The league that comes with the package."""

@@ -42,8 +42,8 @@ class PartitionCommand(CommandLine):
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules import describe, plot_partition
         from fedlightning.datamodules.by_inputs import input_separation
+        from fedlightning.datamodules.partition_report import find_duplicates, plot_images
         from fedlightning.datamodules.public import public_in_words
-        from fedlightning.datamodules.report import find_duplicates, plot_images
 
         data = federated_data(self.datamodule, None, None, None)
         data.prepare_data()
@@ -151,7 +151,7 @@ COLUMNS = (
 
 def columns_of(data: Any, split: str) -> list[Any]:
     """Return what is known of the columns of a table; nothing of other data."""
-    from fedlightning.datamodules.report import describe_columns
+    from fedlightning.datamodules.partition_report import describe_columns
 
     names = getattr(data, "columns", None)
     return describe_columns(data, names, split, getattr(data, "group", None) or None) if isinstance(names, list) else []

@@ -14,11 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedlightning.commands.json_output import print_json
-from fedlightning.commands.study import Parser
+from fedlightning.commands.study_options import Parser
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.compat.rich_tables import print_whole
-from fedlightning.config.errors import InputError, explain
-from fedlightning.errors import warn
+from fedlightning.config.input_errors import InputError, explain
 from fedlightning.experiments.children import ChildCrash, call
 from fedlightning.study.columns import interval_text
 
@@ -59,17 +58,13 @@ def parser() -> Parser:
 def report(words: Sequence[str]) -> int:
     """Carry out the command and return its exit code."""
     from fedlightning.report.build import build_report
-    from fedlightning.study.runs import STUDY_FILE, load_study, read_study_file, runs_below
-    from fedlightning.study.tables import tables_of
+    from fedlightning.study.finished_runs import STUDY_FILE, load_study, read_study_file, runs_below
 
     options = parser().parse_args(list(words))
     runs: list[Path] = options.runs
-    for run in load_study(runs):  # raises if a folder is not a run
-        if run.error is None:
-            for fault in tables_of(run).faults.values():
-                warn(fault)
     studies = [path / STUDY_FILE for path in runs if (path / STUDY_FILE).exists()]
     if options.out is None and not (len(runs) == 1 and (studies or runs_below(runs[0]))):
+        load_study(runs)  # raises if a folder is not a run
         raise InputError("--out is missing: say where the report of these runs is to go.")
     study = read_study_file(studies[0]) if studies else {}
     metric, checkpoint = (
@@ -85,7 +80,7 @@ def report(words: Sequence[str]) -> int:
 
 def overview_of(runs: Sequence[Path], metric: str | None, checkpoint: str) -> dict[str, Any]:
     """Return the fields of `--json` that the runs tell, with the metric that was chosen."""
-    from fedlightning.study.runs import load_study
+    from fedlightning.study.finished_runs import load_study
     from fedlightning.study.study import Study
 
     study = Study(load_study(runs), metric=metric, checkpoint=checkpoint)
@@ -139,8 +134,8 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
     """Print one line a method, and the problems of the runs."""
     from fedlightning.study.columns import GLOBAL, POOLED
     from fedlightning.study.evidence import word_of_best
-    from fedlightning.study.external import sites_of
-    from fedlightning.study.runs import load_study
+    from fedlightning.study.external_validation import sites_of
+    from fedlightning.study.finished_runs import load_study
     from fedlightning.study.study import Study
 
     study = Study(load_study(runs), metric=metric, checkpoint=checkpoint)

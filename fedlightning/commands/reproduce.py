@@ -13,23 +13,14 @@ from rich.markup import escape
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.json_output import print_json
-from fedlightning.commands.study import CLI, INTERRUPTED, Parser, show_commands
+from fedlightning.commands.study_options import CLI, INTERRUPTED, Parser, show_commands
 from fedlightning.commands.terminal import FOLDED, NUMBER, WHOLE, console, print_table, say, shown
-from fedlightning.config.errors import InputError, suggestion
+from fedlightning.config.input_errors import InputError, suggestion
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
 from fedlightning.experiments.experiment import Experiment, StudyFile
 from fedlightning.experiments.reproduce.page import write_page
-from fedlightning.experiments.reproduce.record import (
-    as_json,
-    check_look,
-    find_new_disagreements,
-    lost,
-    moved_goals,
-    read_record,
-    write_json,
-    write_record,
-)
+from fedlightning.experiments.reproduce.published_tables import ALL, Table, read_table
 from fedlightning.experiments.reproduce.results import (
     BAD,
     GOOD,
@@ -45,8 +36,17 @@ from fedlightning.experiments.reproduce.results import (
     times,
     verdict_counts,
 )
-from fedlightning.experiments.reproduce.runs import obstacle, plan_runs
-from fedlightning.experiments.reproduce.tables import ALL, Table, read_table
+from fedlightning.experiments.reproduce.table_runs import obstacle, plan_runs
+from fedlightning.experiments.reproduce.verdict_files import (
+    as_json,
+    check_look,
+    find_new_disagreements,
+    lost,
+    moved_goals,
+    read_record,
+    write_json,
+    write_record,
+)
 
 _COLOURS = {**dict.fromkeys(GOOD, "green"), **dict.fromkeys(BAD, "bold red"), "inconclusive": "yellow"}
 _KINDS = {"name": FOLDED, "published": NUMBER, "ours": NUMBER, "verdict": WHOLE}

@@ -20,20 +20,20 @@ from fedlightning.commands.partition import PartitionCommand
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.commands.watch import watched
 from fedlightning.compat.rich_tables import print_whole
-from fedlightning.config.errors import InputError, explain
+from fedlightning.config.input_errors import InputError, explain
 from fedlightning.config.parsing import CommandLine
-from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.datamodules.report import class_names_of
+from fedlightning.datamodules.federated_data import FederatedDataModule
+from fedlightning.datamodules.partition_report import class_names_of
 from fedlightning.errors import ConfigurationError
 from fedlightning.leakage import canaries as audit
-from fedlightning.leakage import in_words, inversion, leakage, likelihood_ratio
+from fedlightning.leakage import describe_attacks, inversion, leakage, likelihood_ratio
 from fedlightning.onboarding.onboarding import SUMMARY
 from fedlightning.ranges import PositiveInt
 from fedlightning.resume.stop_requests import requeued
 from fedlightning.scores.table import evaluation_line, print_results
 from fedlightning.storage.files import is_writing_process, read_json, save_tensors, write_text_atomically, writing
-from fedlightning.study.export import as_csv
-from fedlightning.study.failures import failures_line
+from fedlightning.study.client_failures import failures_line
+from fedlightning.study.comparison_files import as_csv
 from fedlightning.trainer import FederatedTrainer
 
 Attack = Literal["usual", "ratio", "canaries", "inversion"]
@@ -95,7 +95,7 @@ def show_leakage(content: dict[str, Any], attack: Attack, folder: Path, screen: 
             shares = f"{row['hits']:.1%}", f"{row['chance']:.1%}"
             table.add_row(row["model"], str(row["members"]), str(row["others"]), *numbers, *shares)
         print_whole(screen, table)
-    for line in in_words(now):
+    for line in describe_attacks(now):
         say(screen, f"\n{line}", markup=False)
     say(screen, f"\nWritten: {shown(folder / FILE)}{f' and {PICTURE}' if attack == 'inversion' else ''}")
     if as_json:

@@ -17,7 +17,7 @@ from fedlightning.commands.evaluate import show_evaluation
 from fedlightning.commands.folders import refuse_taken, to_resume
 from fedlightning.commands.run import Commands
 from fedlightning.commands.terminal import console
-from fedlightning.config.errors import InputError, explain
+from fedlightning.config.input_errors import InputError, explain
 from fedlightning.config.parsing import CommandLine
 from fedlightning.config.short_forms import CLASS_PATHS, engine_of
 from fedlightning.datamodules import FederatedDataModule, NaturalPartitioner, Partitioned
@@ -28,11 +28,10 @@ from fedlightning.ranges import PositiveInt
 from fedlightning.resume.lock import only_writer
 from fedlightning.resume.stop_requests import Terminated, endings
 from fedlightning.sites.engine import DataElsewhere
-from fedlightning.sites.flower import certificates as files
-from fedlightning.sites.flower import programs
-from fedlightning.sites.flower import reachability as reach
+from fedlightning.sites.flower import certificate_files as files
+from fedlightning.sites.flower import programs, reachability
 from fedlightning.sites.link import connected
-from fedlightning.sites.runs import MOST
+from fedlightning.sites.run_quotas import MAX_RUNS
 from fedlightning.sites.server_log import Run, ServerLog, showing
 from fedlightning.sites.site import Site
 from fedlightning.sites.site_log import SiteLog
@@ -40,7 +39,7 @@ from fedlightning.sites.status import NAME, printable, stamped
 from fedlightning.storage.files import is_writing_process
 from fedlightning.trainer import FederatedTrainer
 
-AGAIN = 3.0
+RETRY_SECONDS = 3.0
 """Seconds until a site tries again to be let in."""
 LET_IN, FAILED = "SuperNode ID", "Connection attempt failed"
 """What a SuperNode says when it is let in, and when it reaches nobody."""
@@ -62,7 +61,7 @@ class AtSite(CommandLine):
         export: Literal["sites", "server"] = "sites",
         send_texts: bool = False,
         allow_other_code: bool = False,
-        most_runs: int = MOST,
+        most_runs: int = MAX_RUNS,
     ) -> None:
         """Take part in a federation with data that stay here.
 
@@ -73,9 +72,9 @@ class AtSite(CommandLine):
         (`fedlightning sites --runs`).
         """
         from fedlightning.arguments import federated_data
-        from fedlightning.datamodules.held_out import without
+        from fedlightning.datamodules.held_out import exclude_clients
 
-        reach.host_and_port(superlink)
+        reachability.host_and_port(superlink)
         if not files.is_name(name) or name != printable(name, NAME):
             raise InputError(
                 f"name={name!r} is not a name of a site: it is one of a folder, of 1 to {NAME} characters."
@@ -106,7 +105,7 @@ class AtSite(CommandLine):
                 raise InputError(
                     f"clients: there is no client '{missing}'. The data have {', '.join(all_clients[:20])}."
                 )
-            data = without(data, [client for client in all_clients if client not in here])
+            data = exclude_clients(data, [client for client in all_clients if client not in here])
         programs.prepare(home / "flower")
         blueprint, may_export = self.trainer.blueprint(self.model), export == "server"
         site = Site(
@@ -154,18 +153,18 @@ def take_part(site: Site, home: Path, server: str, keys: Path | None) -> None:
             if LET_IN in line:
                 site_log.connection(None)
             elif FAILED in line:
-                site_log.connection(reach.unreachable(server, authority))
+                site_log.connection(reachability.unreachable(server, authority))
         return True
 
     while True:
-        reason = reach.unreachable(server, authority)
+        reason = reachability.unreachable(server, authority)
         if reason is not None:
             site_log.connection(reason)
         else:
             with programs.supernode(home, server, keys, site.name, site_log.refused) as answer_all:
                 answer_all(site.answer, lives)
             lives()
-            reason = reach.unreachable(server, authority)
+            reason = reachability.unreachable(server, authority)
             key = "" if keys is None else f"{keys / files.SITE}, or another process is connected with it"
             reason_of_node = log.reason()
             if reason_of_node is None:  # it was killed
@@ -175,7 +174,7 @@ def take_part(site: Site, home: Path, server: str, keys: Path | None) -> None:
                 or f"{server} does not let this site in: {reason_of_node}"
                 + (f" It does not know the key {key}." if key else "")
             )
-        time.sleep(AGAIN)
+        time.sleep(RETRY_SECONDS)
 
 
 def run(command: str, words: Sequence[str]) -> int:
@@ -254,7 +253,7 @@ class Serve(Commands):
                     f"sites={sites}, but {keys / 'sites'} has keys of {len(site_names)}: no other can connect. Give fewer, "
                     "or make certificates for all sites."
                 )
-        if insecure and not reach.is_own(host):
+        if insecure and not reachability.is_own(host):
             warn(
                 f"insecure=True and host={host!r}: whoever reaches port {port} can take part under any name, and reads and "
                 "changes what is sent. Make certificates with `fedlightning certificates`, or listen on 127.0.0.1."
@@ -265,13 +264,13 @@ class Serve(Commands):
                 "the way there and back. A site that is gone would be waited for for ever."
             )
         refuse_taken(home, "the server")
-        reach.check_port(host, port)
+        reachability.check_port(host, port)
         if not insecure:
-            reach.check_certificate(keys, programs.itself(host))
+            reachability.check_certificate(keys, programs.itself(host))
         programs.prepare(home / "flower")
         with (
             only_writer(home),
-            _told(ServerLog(home, sites, self._shown, site_names)) as log,
+            _log_end(ServerLog(home, sites, self._shown, site_names)) as log,
             programs.superlink(home, host, port, None if insecure else keys, sites) as link,
             connected(link, export == "server", allow_other_code, max_share),
             showing(log),
@@ -324,7 +323,7 @@ def _is_public(section: Any) -> bool:
 
 
 @contextmanager
-def _told(log: ServerLog) -> Iterator[ServerLog]:
+def _log_end(log: ServerLog) -> Iterator[ServerLog]:
     """Write down in the log how the block has ended."""
     try:
         yield log

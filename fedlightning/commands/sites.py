@@ -12,12 +12,12 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from fedlightning.commands.study import Parser
+from fedlightning.commands.study_options import Parser
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.compat.rich_tables import print_whole
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.resume.lock import holder_of, only_writer
-from fedlightning.sites.runs import DAY, kept_runs, remove_run
+from fedlightning.sites.run_quotas import DAY, kept_runs, remove_run
 from fedlightning.sites.status import (
     FILE,
     NAME,

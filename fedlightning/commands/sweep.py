@@ -10,15 +10,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from fedlightning.commands.json_output import print_json
-from fedlightning.commands.study import CLI, INTERRUPTED, Parser, show_commands, show_failures
+from fedlightning.commands.study_options import CLI, INTERRUPTED, Parser, show_commands, show_failures
 from fedlightning.commands.terminal import FOLDED, NUMBER, WHOLE, console, print_table, say, shown
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.errors import count_of
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.experiment import Experiment
 from fedlightning.experiments.plan import Request
 from fedlightning.experiments.search import Proposals, Search, Trial, combinations, name_edges, parse_grid, parse_search
-from fedlightning.scores.metrics import bare, higher_is_better
+from fedlightning.scores.metric_names import bare, higher_is_better
 
 DESCRIPTION = """\
 Try values of options and choose the best on validation data.

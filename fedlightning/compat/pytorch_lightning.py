@@ -96,12 +96,12 @@ class OldNames(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module of the present name."""
         module = importlib.import_module(str(_present(spec.name)))
-        self._own = module.__spec__
+        self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the module its own spec back; it has run already."""
-        module.__spec__ = self._own
+        module.__spec__ = self._spec
 
 
 # -- objects that are there already -------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def write_table(file: Any, columns: Sequence[str], rows: Iterable[Mapping[str, A
 def read_lines(lines: Iterable[str]) -> Iterator[list[str]]:
     """Yield the rows of a table, the header first."""
     for row in csv.reader(lines):
-        yield [plain(cell) for cell in row]
+        yield [plain(cell) if cell[:1] == "'" else cell for cell in row]
 
 
 def read_table(lines: Iterable[str], **options: Any) -> Iterator[dict[str, Any]]:

@@ -24,9 +24,9 @@ from filelock import FileLock, Timeout
 
 PRELOADED = ("__main__", "fedlightning.trainer", "fedlightning.callbacks", "fedlightning.datamodules")
 """What the fork server imports once for all, and each worker anew without it; the program itself is Python's default."""
-LONGEST = 50
+MAX_PATH_BYTES = 50
 """Bytes of a temporary folder's path that leave room for the folders and sockets of multiprocessing and Ray inside."""
-SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def preload_fork_server() -> None:
@@ -43,9 +43,11 @@ def preload_fork_server() -> None:
 def short_temporary_folder() -> str:
     """Return the temporary folder, or another one that this process may write to if its path is too long for sockets."""
     usual = tempfile.gettempdir()
-    if len(os.fsencode(usual)) <= LONGEST:
+    if len(os.fsencode(usual)) <= MAX_PATH_BYTES:
         return usual
-    return next((folder for folder in SHORT if Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)), usual)
+    return next(
+        (folder for folder in SHORT_FOLDERS if Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)), usual
+    )
 
 
 def short_sockets() -> None:

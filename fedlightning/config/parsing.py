@@ -26,7 +26,7 @@ from yaml import YAMLError
 from fedlightning import __version__
 from fedlightning.compat.lightning_runs import Maker
 from fedlightning.config.class_names import class_names
-from fedlightning.config.errors import InputError, constructor_sentence, root_cause
+from fedlightning.config.input_errors import InputError, constructor_sentence, root_cause
 from fedlightning.config.short_forms import CLASS_PATHS, expand_file, expand_words, nested_options
 from fedlightning.config.value_checks import (
     check_values,

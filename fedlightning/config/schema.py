@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from fedlightning import __version__, virtual_time
-from fedlightning.catalogue.algorithm import argument_texts
+from fedlightning.catalogue.catalogue_row import argument_texts
 from fedlightning.config.class_names import class_names
 from fedlightning.config.short_forms import CLASS_PATHS
 from fedlightning.options import FIELDS, EngineOptions

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from yaml import YAMLError
 
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.ranges import may_be_infinite, ranges_of
 
 MOST_VALUES = 100_000

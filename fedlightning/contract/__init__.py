@@ -38,7 +38,7 @@ from fedlightning.contract.jobs import (
     Stage,
     WeightingName,
 )
-from fedlightning.contract.outgoing import Cover, Kind, OutgoingItem, Promise
+from fedlightning.contract.outgoing_items import Cover, Kind, OutgoingItem, Promise
 from fedlightning.contract.requirements import Requirement
 from fedlightning.contract.setup import DataView, FirstStep, PublicDataView, RunTerms, Setup
 

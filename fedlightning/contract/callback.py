@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -114,6 +114,13 @@ BASES = {"Callback", "FederatedCallback", *FAMILIES.values()}
 """Classes of the modules of :data:`CONTRACT` that have such methods."""
 
 
+@cache  # asked twenty times a visit
+def defines(kind: type, name: str) -> bool:
+    """Return whether a class of callbacks has a method by itself, not as one that is there to be overridden."""
+    owner = next((base for base in kind.__mro__ if name in vars(base)), None)
+    return owner is not None and not (owner.__module__ in CONTRACT and owner.__name__ in BASES)
+
+
 class FederatedCallback(Callback):
     """Base of every algorithm, checkpoint and diagnostic that takes part in a federation.
 
@@ -212,8 +219,7 @@ class FederatedCallback(Callback):
 
     def claims(self, name: str) -> bool:
         """Return True if this callback has a method of its own called `name`. Override to decline a role by option."""
-        owner = next((kind for kind in type(self).__mro__ if name in vars(kind)), None)
-        return owner is not None and not (owner.__module__ in CONTRACT and owner.__name__ in BASES)
+        return defines(type(self), name)  # type: ignore[arg-type]  # classes are hashable, mypy 1 looks at objects
 
     # -- the contract: nine methods, in the order of a round -----------------------------------------------------------
     def plan_round(self, server: Server) -> Plan:

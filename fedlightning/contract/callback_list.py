@@ -12,9 +12,9 @@ from fedlightning.contract.capabilities import METHODS, Change
 from fedlightning.contract.families import Protection, UpdateInterception
 from fedlightning.contract.jobs import WEIGHTINGS
 from fedlightning.contract.messages import Update
-from fedlightning.contract.outgoing import Kind, OutgoingItem
+from fedlightning.contract.outgoing_items import Kind, OutgoingItem
 from fedlightning.errors import ConfigurationError
-from fedlightning.ranges import in_words
+from fedlightning.ranges import refuse_in_words
 
 if TYPE_CHECKING:
     from fedlightning.server.server import Server
@@ -42,7 +42,7 @@ T = TypeVar("T", bound=FederatedCallback)
 FIXED = "FederatedTrainer(callbacks=[...]) for a trainer of its own"
 
 
-@in_words({}, dict.fromkeys(("append", "extend", "insert", "remove", "clear", "pop"), FIXED))
+@refuse_in_words({}, dict.fromkeys(("append", "extend", "insert", "remove", "clear", "pop"), FIXED))
 @dataclass
 class CallbackList:
     """Runs events on all callbacks, finds the one that answers a role, refuses double claims.
@@ -142,6 +142,12 @@ class CallbackList:
         return next(
             (callback.key for callback in self.protecting if callback.covers(OutgoingItem(kind)) == "withheld"), ""
         )
+
+    @property
+    def withheld_splits(self) -> list[str]:
+        """The splits of which nothing leaves clients but sizes, not even a hash of who holds which samples."""
+        kinds: dict[str, Kind] = {"train": "classes", "val": "scores"}
+        return [split for split, kind in kinds.items() if self.withholding(kind)]
 
     @property
     def covers_training(self) -> bool:

@@ -13,7 +13,7 @@ from fedlightning.contract.callback import FederatedCallback
 from fedlightning.contract.capabilities import Facts
 from fedlightning.contract.jobs import Arrivals, Job, Stage
 from fedlightning.contract.messages import Message, Update
-from fedlightning.contract.outgoing import Cover, OutgoingItem, Promise
+from fedlightning.contract.outgoing_items import Cover, OutgoingItem, Promise
 from fedlightning.tensors import State
 
 if TYPE_CHECKING:
@@ -250,5 +250,5 @@ class Stackable(FederatedCallback):
         return True
 
     def stack_hooks(self, fit: Any) -> Any:
-        """Return the callback's work in one phase of a stack, as `fedlightning.stacked.fit.StackHooks`."""
+        """Return the callback's work in one phase of a stack, as `fedlightning.stacked.stacked_fit.StackHooks`."""
         raise NotImplementedError

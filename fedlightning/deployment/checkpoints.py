@@ -19,9 +19,9 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
 from fedlightning.codec.allowed import ROOMS, Trust, UntrustedError, is_trusted, look_up, refuse_untrusted_names, within
+from fedlightning.codec.exotic_values import slow_keys
 from fedlightning.codec.modules import from_tree, native, to_tree
 from fedlightning.codec.tree import NotPlainError
-from fedlightning.codec.values import slow_keys
 from fedlightning.compat.lightning_runs import configure, detached_copy, quiet
 from fedlightning.errors import ConfigurationError
 from fedlightning.storage.files import UnreadableError, check_seal, read_tensors, replacing, save_tensors, seal
@@ -107,13 +107,13 @@ class _Writer(CheckpointIO):
     """Writes Lightning's checkpoint with an entry of our own, without what would need code to be read."""
 
     def __init__(self) -> None:
-        self.own: dict[str, Any] = {}
+        self.header: dict[str, Any] = {}
         self.left_out: list[str] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.left_out = []
-        content = self._plain(checkpoint) | {"fedlightning": self.own}
-        if "wrapped" in self.own:  # the one place whose names load_from_checkpoint shows where they do not fit
+        content = self._plain(checkpoint) | {"fedlightning": self.header}
+        if "wrapped" in self.header:  # the one place whose names load_from_checkpoint shows where they do not fit
             content["state_dict"] = {OPEN_WITH_LOAD: torch.empty(0), **content["state_dict"]}
         save_tensors(content, Path(path))
         seal(Path(path))
@@ -168,7 +168,7 @@ class Exporter:
         self, template_of: Callable[[str], LightningModule], base_of: Callable[[str], State] = lambda architecture: {}
     ) -> None:
         self._template_of, self._base_of = template_of, base_of
-        self._known: dict[str, tuple[type[LightningModule], dict[str, torch.Size]]] = {}
+        self._shapes: dict[str, tuple[type[LightningModule], dict[str, torch.Size]]] = {}
         self._writer = _Writer()
         with quiet():
             self._trainer = Trainer(
@@ -183,19 +183,19 @@ class Exporter:
 
     def _of(self, architecture: str) -> tuple[type[LightningModule], dict[str, torch.Size]]:
         """Return the class of the user's module and its entries' shapes."""
-        if architecture not in self._known:
+        if architecture not in self._shapes:
             complete = detached_copy(self._template_of(architecture))
             configure(complete, lambda: self._trainer)
             shapes = {name: value.shape for name, value in module_state(complete).items()}
-            self._known[architecture] = type(complete), shapes
-        return self._known[architecture]
+            self._shapes[architecture] = type(complete), shapes
+        return self._shapes[architecture]
 
     def save(self, path: Path, module: LightningModule, extra: dict[str, Any], architecture: str = "") -> None:
         """Save a module."""
         kind, template_shapes = self._of(architecture)
         header = {"class": f"{kind.__module__}:{kind.__qualname__}", **extra}
         shapes = {name: value.shape for name, value in module_state(module).items()}
-        self._writer.own = header
+        self._writer.header = header
         is_wrapped = type(module) is not kind or shapes != template_shapes
         with self._without_base(path, module, self._base_of(architecture) if is_wrapped else {}):
             if is_wrapped:
@@ -218,7 +218,7 @@ class Exporter:
             yield
             return
         name = state_digest(base)
-        self._writer.own["base"] = {"hash": name, "names": list(base)}
+        self._writer.header["base"] = {"hash": name, "names": list(base)}
         write_base(path.parent.parent if path.parent.name == "clients" else path.parent, name, base)
         values = {entry: parameters[entry].data for entry in base}
         try:
@@ -239,7 +239,7 @@ class Exporter:
     def _write_down(self, entry: str, module: LightningModule, what: str) -> None:
         """Add the module as a plain tree, or warn of what then is missing."""
         try:
-            self._writer.own[entry] = to_tree(module, "it")
+            self._writer.header[entry] = to_tree(module, "it")
         except NotPlainError as error:
             reason = str(error).partition(", which cannot be saved")[0]
             warnings.warn(

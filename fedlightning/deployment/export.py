@@ -32,7 +32,7 @@ from fedlightning.contract.messages import Message
 from fedlightning.deployment import checkpoints
 from fedlightning.deployment.checkpoints import Exporter, describe, is_ours
 from fedlightning.engines.attempts import stop_at
-from fedlightning.engines.base import Engine, PlainTask
+from fedlightning.engines.contract import Engine, PlainTask
 from fedlightning.engines.score_tasks import ServerModel
 from fedlightning.errors import listed
 from fedlightning.fast.eligibility import of_callback

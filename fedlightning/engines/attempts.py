@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from fedlightning.options import FailurePolicy
 
 if TYPE_CHECKING:
-    from fedlightning.engines.base import AcceptsUpdates, Task
+    from fedlightning.engines.contract import AcceptsUpdates, Task
 
 Answer = TypeVar("Answer")
 Record = TypeVar("Record")
@@ -66,7 +66,7 @@ def add_site_name(reason: str, client: str, site: str | None) -> str:
     return reason.replace(f"client '{client}'", f"client '{client}' at site '{site}'", 1)
 
 
-def in_order(failures: Iterable[Mapping[str, Any]], clients: Sequence[str]) -> list[Mapping[str, Any]]:
+def sort_failures(failures: Iterable[Mapping[str, Any]], clients: Sequence[str]) -> list[Mapping[str, Any]]:
     """Return failures by round and client, so that the order does not tell how fast which worker was."""
     place = {client: number for number, client in enumerate(clients)}
     return sorted(failures, key=lambda failure: (failure["round"], place.get(failure["client"], len(place))))

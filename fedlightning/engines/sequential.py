@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from fedlightning.client.record import ClientRecord
-from fedlightning.engines.base import ClientRecords, Engine, Task
+from fedlightning.engines.contract import ClientRecords, Engine, Task
 
 __all__ = ["ClientRecords", "SequentialEngine"]
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from fedlightning.compat.pytorch_lightning import use_lightning_if_possible
 from fedlightning.compat.system import kill_group, lead_group, short_sockets
-from fedlightning.config.errors import InputError, explain
+from fedlightning.config.input_errors import InputError, explain
 
 T = TypeVar("T")
 Main = Callable[[Sequence[str]], int]

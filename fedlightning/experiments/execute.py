@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fedlightning.config.errors import InputError, suggestion
+from fedlightning.config.input_errors import InputError, suggestion
 from fedlightning.experiments.children import Child, Main, Outcome
-from fedlightning.scores.metrics import bare
+from fedlightning.scores.metric_names import bare
 
 LOG = "log.txt"
 _TICK = 0.5  # seconds between looks at the runs
@@ -166,8 +166,8 @@ class FirstResult(Watcher):
 
 def check_metric(folder: Path, metric: str) -> None:
     """Check that a finished run has test scores of `metric`, if it has any."""
-    from fedlightning.study.measures import RunScores
-    from fedlightning.study.runs import load_run
+    from fedlightning.study.finished_runs import load_run
+    from fedlightning.study.run_scores import RunScores
 
     metrics = RunScores(load_run(folder)).metrics("test")
     kept = "Finished runs are kept: the same command with another --metric goes on from there."

@@ -16,7 +16,7 @@ import yaml
 from rich.console import Console
 
 from fedlightning.compat.system import lock_file
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.experiments.children import Main, Outcome
 from fedlightning.experiments.execute import Task, View, Watcher, execute
 from fedlightning.experiments.methods import Method, differences
@@ -24,7 +24,7 @@ from fedlightning.experiments.ray_runner import RayRuns, refuse_ray_within
 from fedlightning.resume.stop_requests import ENDINGS, SIGNALS, under_slurm
 from fedlightning.storage.files import read_mapping, write_text_atomically
 from fedlightning.study.crossing import setting
-from fedlightning.study.runs import STUDY_FILE, read_study_file
+from fedlightning.study.finished_runs import STUDY_FILE, read_study_file
 
 if TYPE_CHECKING:
     from fedlightning.options import Ray

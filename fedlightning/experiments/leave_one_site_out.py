@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.config.short_forms import engine_of
 from fedlightning.config.value_checks import class_of
 from fedlightning.experiments.methods import Method, tidy, unique

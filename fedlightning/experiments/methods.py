@@ -179,7 +179,7 @@ def algorithms_of(config: Config) -> set[str]:
         >>> algorithms_of({"trainer": {"callbacks": [{"class_path": "fedlightning.callbacks.FedProx"}]}})
         {'FedProx'}
     """
-    return {name for name in map(_name, list_callbacks(config)) if not _kept(name)} - {_DEFAULT}
+    return {name for name in map(_name, list_callbacks(config)) if not _is_kept(name)} - {_DEFAULT}
 
 
 def missing_baselines(configs: Sequence[Config], requested: Sequence[str] = AUTO) -> list[str]:
@@ -206,7 +206,7 @@ def baseline_config(config: Config, name: str) -> Config:
     """Return `config` with its algorithms replaced by `name`. Checkpoints and ordinary callbacks stay."""
     row = find(name)
     without = _CANNOT_STAND_BESIDE.get(row.name, ())
-    callbacks = [item for item in list_callbacks(config) if _kept(_name(item)) and _name(item) not in without]
+    callbacks = [item for item in list_callbacks(config) if _is_kept(_name(item)) and _name(item) not in without]
     trainer = {**config["trainer"], "callbacks": [*callbacks, {"class_path": row.class_path, "init_args": {}}]}
     return {**config, "trainer": trainer}
 
@@ -223,7 +223,7 @@ def _name(callback: dict[str, Any]) -> str:
     return path.rpartition(".")[2] if listed else path
 
 
-def _kept(name: str) -> bool:
+def _is_kept(name: str) -> bool:
     """Return True for checkpoints, diagnostics and ordinary callbacks, False for algorithms, ours and users' own."""
     if "." not in name:
         return name not in {row.name for row in rows()}

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from fedlightning.config.errors import InputError, explain
+from fedlightning.config.input_errors import InputError, explain
 from fedlightning.config.value_checks import class_of
 from fedlightning.errors import ConfigurationError
 from fedlightning.experiments.leave_one_site_out import without_each_site

@@ -15,7 +15,7 @@ import fedlightning.experiments.plan
 import fedlightning.guards.watchdog
 import fedlightning.report.build
 import fedlightning.server.progress
-import fedlightning.study.runs
+import fedlightning.study.finished_runs
 import fedlightning.trainer
 
 # isort: split

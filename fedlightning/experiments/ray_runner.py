@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.config.short_forms import engine_of
 from fedlightning.errors import missing_package, refuse_without_posix
 from fedlightning.experiments.children import Child, Main, Outcome

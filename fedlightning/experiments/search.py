@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.config.short_forms import expand_words
 from fedlightning.config.value_checks import class_of
 from fedlightning.errors import missing_package
@@ -25,7 +25,7 @@ from fedlightning.experiments.execute import FirstResult, Task
 from fedlightning.experiments.experiment import Experiment, StudyFile
 from fedlightning.experiments.methods import Config, Method, list_callbacks
 from fedlightning.experiments.plan import Plan, Request, make_plans
-from fedlightning.scores.metrics import bare, higher_is_better
+from fedlightning.scores.metric_names import bare, higher_is_better
 from fedlightning.storage.files import write_text_atomically
 from fedlightning.study.columns import GLOBAL, PERSONAL
 
@@ -240,8 +240,8 @@ class Trial:
         return sum(scores) / len(scores) if scores and len(scores) == len(self.per_seed) else None
 
 
-def refuse_unpayable(methods: Sequence[Method]) -> None:
-    """Refuse runs whose privacy callbacks share a budget that does not last for all of them: each spends once a run.
+def refuse_private(methods: Sequence[Method]) -> None:
+    """Refuse runs whose privacy callbacks withhold what is chosen by, or whose budget does not last for all of them.
 
     It imports their classes, and torch with them: call it in a child process.
 
@@ -251,7 +251,7 @@ def refuse_unpayable(methods: Sequence[Method]) -> None:
     Raises:
         InputError: With the budget and a way out.
     """
-    from fedlightning.contract import Protection
+    from fedlightning.contract import OutgoingItem, Protection
 
     runs: list[tuple[Protection, int]] = []
     for method in methods:
@@ -260,16 +260,15 @@ def refuse_unpayable(methods: Sequence[Method]) -> None:
             if isinstance(kind, type) and issubclass(kind, Protection):
                 runs.append((kind(**entry.get("init_args") or {}), method.rounds))
     for callback, _ in runs:
+        if callback.covers(OutgoingItem("scores")) == "withheld":
+            raise InputError(
+                f"{callback.key} withholds scores on validation data, and a sweep chooses by them. Tune on data that need no "
+                f"protection, or give {callback.key}(scores='in the clear'): epsilon does not count them."
+            )
         try:
             callback.check_runs(runs)
         except ValueError as error:
             raise InputError(f"{error} Every trial of a sweep spends once for each seed.") from error
-
-
-def have_ledgers(methods: Sequence[Method]) -> bool:
-    """Return whether any run writes what it spends into a file that runs share."""
-    entries = (entry for method in methods for entry in list_callbacks(method.config))
-    return any((entry.get("init_args") or {}).get("ledger") is not None for entry in entries)
 
 
 def objective(folder: Path, metric: str = "loss") -> float | None:
@@ -278,20 +277,14 @@ def objective(folder: Path, metric: str = "loss") -> float | None:
     The models are those that the run would deploy: each client's best on its own validation data if the run kept them,
     else the best global model, else the last model that each client received (stage L1).
     """
-    from fedlightning.study.runs import load_run
+    from fedlightning.study.finished_runs import load_run
 
     run = load_run(folder)
     rows = (run.result(metric, split="val", model=m, checkpoint=c, stage=s) for m, c, s in _DEPLOYED)
     row = next((row for row in rows if row is not None), None)
     if row is None:
         metrics = sorted({row["metric"] for row in run.results if row["split"] == "val"})
-        withheld = [
-            entry
-            for entry in run.summary.get("leaves", [])
-            if "validation" in entry["what"] and "withheld" in entry["cover"]
-        ]
-        why = ": its privacy callback withholds them, unless scores='in the clear'" if withheld else ""
-        raise InputError(f"{folder} has no validation score '{metric}'. It has {', '.join(metrics) or 'none'}{why}.")
+        raise InputError(f"{folder} has no validation score '{metric}'. It has {', '.join(metrics) or 'none'}.")
     clients = run.summary["data"]["clients"]
     expected = {client for client, counts in clients.items() if counts["val"]}
     scores = {client: value for client, value in row["per_client"].items() if value is not None}
@@ -422,8 +415,7 @@ class Search:
         methods = [self.methods[name] for name in trials]
         runs = [self.methods[task.name] for task in tasks if not task.resumable]
         runs += methods[:1] * (more * len(self.seeds))
-        if have_ledgers(runs):
-            call(refuse_unpayable, runs)
+        call(refuse_private, runs)
         first = FirstResult(lambda folder: objective(folder, self.metric))
         finished = self.experiment.make(methods, self.seeds, tasks, [first], gpus)
         score_trials(self.experiment.study, trials, self.seeds, self.metric)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 import yaml
 
-from fedlightning.config.errors import InputError, suggestion
+from fedlightning.config.input_errors import InputError, suggestion
 from fedlightning.config.value_checks import refuse_expansion, refuse_form
 from fedlightning.ranges import Range, allows, described
 
@@ -76,7 +76,7 @@ class Block:
 
     def __init__(self, values: Mapping[Any, Any], file: str, where: str) -> None:
         self.values, self.file, self.where = {str(key): value for key, value in values.items()}, file, where
-        self._taken: list[str] = []
+        self._keys_read: list[str] = []
 
     def error(self, text: str) -> InputError:
         """Return an error about this block."""
@@ -105,12 +105,12 @@ class Block:
 
     def take(self, key: str, annotation: Any = Any, default: Any = _MISSING) -> Any:
         """Return a value as its annotation says; it must be there unless it has a default."""
-        self._taken.append(key)
+        self._keys_read.append(key)
         if key in self.values:
             return self._convert(key, self.values[key], annotation)
         if default is not _MISSING:
             return default
-        near = next((name for name in self.values if name not in self._taken and suggestion(name, [key])), None)
+        near = next((name for name in self.values if name not in self._keys_read and suggestion(name, [key])), None)
         raise self.error(f"has no '{key}'." + (f" Is '{near}' misspelt?" if near is not None else ""))
 
     def take_blocks(self, key: str, short: str | None = None) -> Iterator[tuple[str, Block]]:
@@ -137,7 +137,7 @@ class Block:
 
     def finish(self, more: Iterable[str] = ()) -> None:
         """Refuse what nobody has taken. `more`: further keys that there may be."""
-        keys = list(dict.fromkeys([*self._taken, *more]))
+        keys = list(dict.fromkeys([*self._keys_read, *more]))
         left = next((key for key in self.values if key not in keys), None)
         if left is not None:
             hint = suggestion(left, keys) or f"It may have {', '.join(sorted(keys))}."

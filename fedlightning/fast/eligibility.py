@@ -32,8 +32,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.client.data_summary import limited
-from fedlightning.fast.log_sheet import LogCollector
-from fedlightning.fast.trainer import FastTrainer
+from fedlightning.fast.log_sheet import LogSheet
+from fedlightning.fast.trainer_view import FastTrainer
 from fedlightning.options.lightning_arguments import FORWARDED
 
 Hook = Callable[..., Any]
@@ -70,11 +70,11 @@ class Hooks:
 
     Args:
         trainer: Stand-in for the Trainer, with its callbacks and its module.
-        collector: Is told which hook runs.
+        log_sheet: Is told which hook runs.
     """
 
-    def __init__(self, trainer: FastTrainer, collector: LogCollector) -> None:
-        self._trainer, self._collector = trainer, collector
+    def __init__(self, trainer: FastTrainer, log_sheet: LogSheet) -> None:
+        self._trainer, self._log_sheet = trainer, log_sheet
         module, callbacks = trainer.lightning_module, trainer.callbacks
         self._module, self._of_module = module, of_module(type(module)) | (vars(module).keys() & MODULE_METHODS)
         self._of_callbacks = [
@@ -127,7 +127,7 @@ class Hooks:
         if len(hooks) == 1 and not self.overridden(name) and getattr(_owner(hooks[0]), "never_logs", False):
             return hooks[0]
         module_last = self.overridden(name)
-        enter, names = self._collector.enter, vars(self._module)
+        enter, names = self._log_sheet.enter, vars(self._module)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             before = names["_current_fx_name"]

@@ -214,7 +214,7 @@ class Entry(LogRule):
 
     Attributes:
         hook: Hook that logs it.
-        given: Arguments of the call; another call of the same hook must have the same ones.
+        arguments: Arguments of the call; another call of the same hook must have the same ones.
         dtype: Type in which the values are added up.
         values: Values of the steps.
         sizes: Their batch sizes.
@@ -225,7 +225,7 @@ class Entry(LogRule):
     """
 
     hook: str
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     dtype: torch.dtype
     values: list[Value] = field(default_factory=list)
     sizes: list[Any] = field(default_factory=list)
@@ -251,7 +251,7 @@ class Entry(LogRule):
         return self.reduced
 
 
-class LogCollector:
+class LogSheet:
     """Collects all that one module logs during one fit or one evaluation.
 
     Args:
@@ -313,7 +313,7 @@ class LogCollector:
         hook = self._names["_current_fx_name"]
         options = (on_step, on_epoch, reduce_fx, prog_bar, logger, add_dataloader_idx, metric_attribute)
         entry = self._entries.get((hook, name))
-        if entry is None or entry.given != options:
+        if entry is None or entry.arguments != options:
             entry = self._entry(hook, name, options, value, enable_graph)
         if self._last_hook != hook:
             if self._first is not False:
@@ -340,7 +340,7 @@ class LogCollector:
 
     def _entry(self, hook: str | None, name: str, options: tuple[Any, ...], value: Any, enable_graph: bool) -> Entry:
         spare = self._spare.pop((hook, name), None) if hook is not None else None
-        if spare is not None and spare.given == options and not enable_graph and (hook, name) not in self._entries:
+        if spare is not None and spare.arguments == options and not enable_graph and (hook, name) not in self._entries:
             if spare.metric is (value if isinstance(value, Metric) else None):
                 self._entries[spare.hook, name] = spare
                 self._by_step = self._by_step or spare.on_step
@@ -358,7 +358,7 @@ class LogCollector:
             raise FastLoopRefused(f"self.log({name!r}) asks for reduce_fx={reduce_fx!r}")
         if (hook, name) in self._entries:
             raise FastLoopRefused(f"self.log({name!r}) is called twice in {hook} with different arguments")
-        entry = Entry(**vars(rule), hook=hook, given=options, dtype=wide_dtype())
+        entry = Entry(**vars(rule), hook=hook, arguments=options, dtype=wide_dtype())
         entry.metric = value if isinstance(value, Metric) else None
         self._entries[hook, name] = entry
         self._by_step = self._by_step or rule.on_step
@@ -458,14 +458,14 @@ class LogCollector:
 
 
 class _Log:
-    """The attribute `log` of a module that logs to a collector. A deep copy of the module logs as its class does."""
+    """The attribute `log` of a module that logs to a sheet. A deep copy of the module logs as its class does."""
 
-    def __init__(self, collector: LogCollector) -> None:
-        self._collector, self._call = collector, collector.log
+    def __init__(self, log_sheet: LogSheet) -> None:
+        self._log_sheet, self._call = log_sheet, log_sheet.log
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo.get(id(self._collector._module))
+        copy = memo.get(id(self._log_sheet._module))
         return self if copy is None else MethodType(type(copy).log, copy)

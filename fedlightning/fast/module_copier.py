@@ -53,24 +53,24 @@ class Copier:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._kept: list[Any] = []
+        self._objects: list[Any] = []
         self._recipe: bytes | None = None
         self._tensors: dict[int, bool] = {}
         self._places: dict[str, int] = {}
         try:
             recipe = self._record()
-            tensors = {place: kept for place, kept in enumerate(self._kept) if isinstance(kept, torch.Tensor)}
+            tensors = {place: value for place, value in enumerate(self._objects) if isinstance(value, torch.Tensor)}
             shared = _sharing(tensors)
-            self._tensors = {place: _is_plain(kept) and place not in shared for place, kept in tensors.items()}
+            self._tensors = {place: _is_plain(value) and place not in shared for place, value in tensors.items()}
             self._places = self._named()
             self._recipe = recipe
         except Exception:
-            self._kept = []
+            self._objects = []
 
     def holds(self, state: Mapping[str, torch.Tensor]) -> bool:
         """Return True if :meth:`copy` can replace the module's own entries by `state`."""
         for name, value in state.items():
-            tensor = self._kept[self._places[name]] if self._recipe is not None and name in self._places else None
+            tensor = self._objects[self._places[name]] if self._recipe is not None and name in self._places else None
             if tensor is None or (tensor.shape, tensor.dtype, tensor.device) != (
                 value.shape,
                 value.dtype,
@@ -88,21 +88,21 @@ class Copier:
         """Return a new deep copy."""
         if self._recipe is None:
             return deep_copy(self.module)
-        kept = self._kept.copy()
+        objects = self._objects.copy()
         for name, value in (state or {}).items():
             place = self._places[name]
-            kept[place] = _clone(kept[place], value)
+            objects[place] = _clone(objects[place], value)
         memo: dict[int, Any] = {}  # one for all: views of one storage stay views of one storage
         for place, is_plain in self._tensors.items():
-            if kept[place] is self._kept[place]:
-                kept[place] = _clone(kept[place]) if is_plain else copy.deepcopy(kept[place], memo)
+            if objects[place] is self._objects[place]:
+                objects[place] = _clone(objects[place]) if is_plain else copy.deepcopy(objects[place], memo)
         builder = _Builder(io.BytesIO(self._recipe))
-        builder.persistent_load = kept.__getitem__  # type: ignore[method-assign]  # a C call for every kept object
+        builder.persistent_load = objects.__getitem__  # type: ignore[method-assign]  # a C call for every kept object
         return builder.load()
 
     def _named(self) -> dict[str, int]:
         """Return the places of the entries of the module's state that have one name and a memory of their own."""
-        places = {id(kept): place for place, kept in enumerate(self._kept)}
+        places = {id(value): place for place, value in enumerate(self._objects)}
         state = self.module.state_dict(keep_vars=True)
         named = {name: places[id(value)] for name, value in state.items() if id(value) in places}
         places_named = list(named.values())
@@ -112,15 +112,15 @@ class Copier:
 
     def _record(self) -> bytes:
         file = io.BytesIO()
-        _Recorder(file, self._kept).dump(self.module)
+        _Recorder(file, self._objects).dump(self.module)
         return file.getvalue()
 
 
 class _Recorder(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, objects: list[Any]) -> None:
         super().__init__(file, protocol=4)  # deepcopy asks objects for this protocol too
-        self._kept = kept
-        self._known: dict[int, int] = {}
+        self._objects = objects
+        self._place_by_id: dict[int, int] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         """Put a module's attributes straight into the copy; `nn.Module.__setstate__` is for old files only."""
@@ -138,10 +138,10 @@ class _Recorder(pickle.Pickler):
             if hasattr(type(obj), "__deepcopy__"):
                 raise CannotRecord
             return None
-        if id(obj) not in self._known:
-            self._known[id(obj)] = len(self._kept)
-            self._kept.append(obj)
-        return self._known[id(obj)]
+        if id(obj) not in self._place_by_id:
+            self._place_by_id[id(obj)] = len(self._objects)
+            self._objects.append(obj)
+        return self._place_by_id[id(obj)]
 
 
 def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:

@@ -17,31 +17,31 @@ from fedlightning.client.data_summary import DataSummary, Detail
 from fedlightning.client.fit import optimizers_of
 from fedlightning.contract import FederatedCallback
 from fedlightning.contract.messages import tree_bytes
-from fedlightning.engines.base import Engine, Task
+from fedlightning.engines.contract import Engine, Task
 from fedlightning.fast.eligibility import of_callback
 from fedlightning.guards.dry_run_report import CallbackRole, ClientSize, DryRun
 from fedlightning.guards.step_trials import spread
 from fedlightning.guards.trial_failure import shapes
 from fedlightning.options import FailurePolicy
 from fedlightning.privacy.outgoing import list_coverage
-from fedlightning.scores.metrics import bare
+from fedlightning.scores.metric_names import bare
 from fedlightning.server.federation import Federation
 from fedlightning.server.model_store import describe
 from fedlightning.tensors import module_state
 
 DISTINCT: tuple[Detail, ...] = ("loaders", "classes")
 """What clients may differ in, besides sizes."""
-FEW = 10
+ALL_TRIED_UP_TO = 10
 """Up to so many clients, all are tried."""
 QUICK = 5.0
 """Seconds: visits of one batch that take less are followed by visits of several, to tell a step from what is around it."""
 SEVERAL = 6
 """Batches of these visits."""
-MOST = 24
+MAX_TRIED_CLIENTS = 24
 """Clients that are tried at most."""
 UNSEEN_CLIENTS = 2
 """Held-out clients that are scored at most."""
-SMALL: dict[str, Any] = {
+SMALL_OPTIONS: dict[str, Any] = {
     "participation": 1.0,
     "engine": "sequential",
     "logger": False,
@@ -64,7 +64,7 @@ def small_arguments(arguments: Mapping[str, Any], held_out: Sequence[str]) -> di
         arguments: The trainer's arguments.
         held_out: Clients that are scored as unseen ones.
     """
-    return SMALL | {
+    return SMALL_OPTIONS | {
         "local_steps" if arguments["local_steps"] is not None else "local_epochs": 1,
         "held_out": held_out,
         "evaluation": replace(arguments["evaluation"], every=1, seconds=None, clients=None),
@@ -102,7 +102,7 @@ def distinct_clients(data: DataSummary, architecture_of: Callable[[str], str] = 
         architecture_of: Gives the name of a client's architecture.
     """
     ids = [client for client in data.client_ids if data.num_samples(client) > 0]
-    if len(ids) <= FEW:
+    if len(ids) <= ALL_TRIED_UP_TO:
         return ids
     client_by_kind: dict[Any, str] = {}
     for client in ids:
@@ -111,7 +111,7 @@ def distinct_clients(data: DataSummary, architecture_of: Callable[[str], str] = 
         classes = None if counts is None else sum(count > 0 for count in counts)
         has = tuple(data.num_samples(client, split) > 0 for split in ("val", "test"))
         client_by_kind.setdefault((architecture_of(client), min(size, data.num_samples(client)), classes, has), client)
-    chosen = list(client_by_kind.values())[:MOST]
+    chosen = list(client_by_kind.values())[:MAX_TRIED_CLIENTS]
     return chosen if len(chosen) > 1 else ids[:2]
 
 
@@ -120,7 +120,7 @@ def dry_run(whole: Federation, small: Federation, rounds: int) -> DryRun:
 
     Args:
         whole: The federation of the run, checked; nothing of it changes.
-        small: The same one with the clients of :func:`distinct_clients` and the arguments of :data:`SMALL`, on copies.
+        small: The same with the clients of :func:`distinct_clients` and the arguments of :data:`SMALL_OPTIONS`, on copies.
         rounds: Rounds of the run.
 
     Raises:

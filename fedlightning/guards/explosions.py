@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fedlightning.contract.messages import Update
-from fedlightning.datamodules.base import SPLITS
+from fedlightning.datamodules.federated_data import SPLITS
 from fedlightning.engines.attempts import add_site_name
 from fedlightning.errors import warn
-from fedlightning.scores.metrics import bare, higher_is_better
+from fedlightning.scores.metric_names import bare, higher_is_better
 from fedlightning.scores.rows import KIND, Row
 from fedlightning.server.parts import Part
 from fedlightning.tensors import State
@@ -168,7 +168,7 @@ class FarScores(Part):
     """
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._warned_clients: set[str] = set()
 
     def on_round_scored(self, federation: Federation, rows: Sequence[Row], updates: Sequence[Update]) -> None:
         self.on_evaluated(federation, rows)
@@ -184,8 +184,8 @@ class FarScores(Part):
             usual = max(1.0, median_low(sizes)) if len(group) > 1 and sizes else math.inf
             for row in group:
                 good = row.value if higher_is_better(row.metric) else -row.value
-                if good > TOO_GOOD * usual and row.client not in self._told:
-                    self._told.add(row.client)
+                if good > TOO_GOOD * usual and row.client not in self._warned_clients:
+                    self._warned_clients.add(row.client)
                     whom = add_site_name(f"client '{row.client}'", row.client, server.sites.get(row.client))
                     warn(
                         f"Round {row.round}: {row.metric} of {whom} is {row.value:g}, and of others about {usual:.3g}: means "

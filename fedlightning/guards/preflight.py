@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fedlightning.contract import POOLED, Change, FederatedCallback, FirstStep, Setup
 from fedlightning.contract.capabilities import EVERY_SCORE
-from fedlightning.datamodules.base import SPLITS
+from fedlightning.datamodules.federated_data import SPLITS
 from fedlightning.engines.attempts import add_site_name
-from fedlightning.engines.base import Task
+from fedlightning.engines.contract import Task
 from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.guards.composition import changes_of, refuse_combinations
 from fedlightning.guards.preflight_task import DataElsewhere, PreflightTask, StepFinding, ask_callback, make_setup
@@ -34,7 +34,7 @@ from fedlightning.wrappers import user_class
 if TYPE_CHECKING:
     from fedlightning.server.federation import Federation
 
-FAR = 100
+SIZE_RATIO_LIMIT = 100
 """Times the median of the others' samples from which a claim is told of."""
 WORDS = {POOLED: "pooled data", "clients": "other clients' data"}
 
@@ -63,7 +63,7 @@ class PreflightQuestions:
     def __init__(self, federation: Federation) -> None:
         self.federation, self.server, self.engine = federation, federation.server, federation.engine
         self.blueprint, self.is_mixed = self.server.blueprint, self.server.is_mixed
-        self.tried: dict[StepTrial, StepFinding] = {}
+        self.findings_by_trial: dict[StepTrial, StepFinding] = {}
 
     def ask(self) -> None:
         """Ask everything. What costs little comes first, and a callback's own check before what knows less.
@@ -94,7 +94,7 @@ class PreflightQuestions:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What callbacks are told in plain values: the those of :data:`~fedlightning.guards.preflight_task.FACTS`."""
+        """What callbacks are told in plain values: those of :data:`~fedlightning.guards.preflight_task.FACTS`."""
         server, settings, loop = self.server, self.blueprint.settings, self.federation.loop
         return {
             "clients": server.clients,
@@ -240,7 +240,7 @@ class PreflightQuestions:
         sizes = {} if self.engine.data_here else self.server.num_samples
         client = max(sizes, key=lambda name: sizes[name], default="")
         others = sorted(size for name, size in sizes.items() if name != client and size)
-        if len(others) > 1 and sizes[client] > FAR * (usual := others[len(others) // 2]):
+        if len(others) > 1 and sizes[client] > SIZE_RATIO_LIMIT * (usual := others[len(others) // 2]):
             share = sizes[client] / sum(sizes.values())
             claim = f"client '{client}' says that it has {sizes[client]} training samples, {share:.1%} of all"
             warn(
@@ -282,13 +282,13 @@ class PreflightQuestions:
     def steps(self) -> None:
         """Run one batch of every step that the run will use, on copies."""
         for module in self.modules.values():
-            _tell_of_compiled(module)
+            _warn_compiled(module)
         if self.federation.sanity_check:
             self._trials.check(self.modules)
             for architecture, names in self._trials.changed.items():
-                self._tell_of_buffers(architecture, names)
+                self._warn_changed_buffers(architecture, names)
 
-    def _tell_of_buffers(self, architecture: str, changed: Sequence[str]) -> None:
+    def _warn_changed_buffers(self, architecture: str, changed: Sequence[str]) -> None:
         """Say how buffers are combined that training changes: counts, or weights that each client takes from its data."""
         server = self.server
         if self.blueprint.settings.float_buffers != "average" or len(server.clients) < 2:
@@ -314,7 +314,7 @@ class PreflightQuestions:
 
     @cached_property
     def _trials(self) -> StepTrials:
-        return StepTrials(self.engine, list(self.scored_splits), self.tried)
+        return StepTrials(self.engine, list(self.scored_splits), self.findings_by_trial)
 
     # -- callbacks -----------------------------------------------------------------------------------------------------
     def callbacks(self) -> None:
@@ -339,7 +339,7 @@ class PreflightQuestions:
         trials = not refused and self.federation.sanity_check and not self.engine.data_here
         steps = list(self._trials.first()) if trials else []
         answers = list(self.engine.map([*tasks, *steps])) if tasks or steps else []
-        self.tried.update(zip(steps, answers[len(tasks) :], strict=True))
+        self.findings_by_trial.update(zip(steps, answers[len(tasks) :], strict=True))
         answered = iter(answers)
         for callback, answerable in findings:
             answer = next(answered) if isinstance(answerable, PreflightTask) else answerable
@@ -410,7 +410,7 @@ def refuse_quantized(module: LightningModule) -> None:
             )
 
 
-def _tell_of_compiled(module: LightningModule) -> None:
+def _warn_compiled(module: LightningModule) -> None:
     """Say that compiling takes time, and when: the first batch of training and of evaluation wait for it, without a word."""
     compiled = [path for path, child in module.named_modules() if type(child).__name__ == "OptimizedModule"]
     if compiled:

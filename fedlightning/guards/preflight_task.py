@@ -20,7 +20,7 @@ from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import DataView, FederatedCallback, FirstStep, PublicDataView, RunTerms, Setup
 from fedlightning.contract.requirements import AutomaticOptimization
-from fedlightning.engines.base import PlainTask
+from fedlightning.engines.contract import PlainTask
 from fedlightning.errors import ControlFlow
 from fedlightning.tensors import entry_kinds
 

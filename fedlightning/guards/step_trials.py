@@ -40,7 +40,7 @@ from fedlightning.contract import Change, FederatedCallback, FirstStep, Phase
 from fedlightning.contract.messages import Message
 from fedlightning.datamodules.sampling import gives_batches, preserve_generators
 from fedlightning.datamodules.views import samples_at
-from fedlightning.engines.base import Engine, PlainTask
+from fedlightning.engines.contract import Engine, PlainTask
 from fedlightning.errors import ConfigurationError, ControlFlow, listed, warn
 from fedlightning.fast.log_sheet import FastLoopRefused
 from fedlightning.guards.preflight_task import StepFinding
@@ -86,12 +86,12 @@ class FirstStepReached(ControlFlow):
     """Ends a fit after its first batch.
 
     Args:
-        seen: What was seen of it. The callback of a fit is a copy.
+        probe: What was seen of it. The callback of a fit is a copy.
     """
 
-    def __init__(self, seen: FirstStepProbe) -> None:
+    def __init__(self, probe: FirstStepProbe) -> None:
         super().__init__()
-        self.seen = seen
+        self.probe = probe
 
 
 class FirstStepProbe(Callback):
@@ -144,7 +144,7 @@ def _first_step(runner: ClientRuntime, batch: Any) -> tuple[FirstStepProbe, Exce
         try:
             fit(alone, Fit(visitor, visitor.message, Phase(), alone.settings.work, loader))
         except FirstStepReached as done:
-            return done.seen, None
+            return done.probe, None
         except Exception as error:  # of the user's code: a step that fails is refused where all steps are tried
             return FirstStepProbe(), error
     return FirstStepProbe(), None
@@ -227,7 +227,7 @@ class StopAfterOne(Callback):
             pl_module.on_train_epoch_end()
         following = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.strict]
         visit = next(callback for callback in trainer.callbacks if isinstance(callback, VisitCallback))  # type: ignore[attr-defined]
-        visit.look()
+        visit.check_moves()
         raise OneBatchDone([config.monitor for config in following if config.monitor is not None], visit)
 
 
@@ -411,11 +411,13 @@ class StepTrials:
     Args:
         engine: Carries out tries.
         splits: Splits that models will be scored on.
-        tried: Tries that were carried out already.
+        findings_by_trial: Those of trials that were carried out already.
     """
 
-    def __init__(self, engine: Engine, splits: Sequence[str], tried: Mapping[StepTrial, StepFinding]) -> None:
-        self.engine, self.splits, self.tried = engine, splits, tried
+    def __init__(
+        self, engine: Engine, splits: Sequence[str], findings_by_trial: Mapping[StepTrial, StepFinding]
+    ) -> None:
+        self.engine, self.splits, self.findings_by_trial = engine, splits, findings_by_trial
         self.blueprint = engine.runner.blueprint
         self._first_steps: dict[str, FirstStep] = {}
         self.changed: dict[str, list[str]] = {}  # by architecture: buffers that a training step changes
@@ -436,7 +438,7 @@ class StepTrials:
                 if self._trains_here:
                     monitors = self._step("train", architecture)
                     followed = [("A learning-rate scheduler", name) for name in monitors]
-                    self._refuse_unknown_monitors(followed + self._watching(architecture), architecture)
+                    self._refuse_unknown_monitors(followed + self._watching(), architecture)
                 for split in self.splits:
                     self._step(split, architecture)
         if self.engine.data_here and len(modules) == 1 and _normalises(self.blueprint.template):
@@ -485,11 +487,11 @@ class StepTrials:
         """Try clients of an architecture with samples of a split, one after another, as long as there are batches to try."""
         for client in self._clients(split, architecture):
             task = StepTrial(client, split, listen)
-            tried = self.tried[task] if task in self.tried else self.engine.ask(task)
-            if tried.has_batches is None:
+            finding = self.findings_by_trial[task] if task in self.findings_by_trial else self.engine.ask(task)
+            if finding.has_batches is None:
                 return
-            if tried.has_batches:
-                yield tried
+            if finding.has_batches:
+                yield finding
 
     def _clients(self, split: str, architecture: str) -> Iterator[str]:
         data = self.engine.runner.described
@@ -502,7 +504,7 @@ class StepTrials:
         for architecture in self.blueprint.architectures:
             trained = ["train"] if self._trains_here else []
             tried = [(split, False) for split in (*trained, *self.splits)]
-            tried += [("train", True), ("val", True)] if trained and self._watching(architecture) else []
+            tried += [("train", True), ("val", True)] if trained and self._watching() else []
             for split, listen in tried:
                 for client in islice(self._clients(split, architecture), 1):
                     yield StepTrial(client, split, listen)
@@ -517,7 +519,7 @@ class StepTrials:
         return single and arguments.get("strategy", "auto") in ("auto", "single_device")
 
     # -- monitors ------------------------------------------------------------------------------------------------------
-    def _watching(self, architecture: str) -> list[tuple[str, str]]:
+    def _watching(self) -> list[tuple[str, str]]:
         """Return callbacks and what they monitor; none beside a callback of the user's, which may log it and is not tried."""
         callbacks = self.blueprint.settings.callbacks
         if not all(

@@ -24,9 +24,9 @@ from torch import Tensor
 from fedlightning.client.trainer_context import MEDIA
 from fedlightning.contract import POOLED, Change, FederatedCallback, SumCodec
 from fedlightning.contract.messages import ClientLog, Extra, Message, Update, check_extras, sizes_in
-from fedlightning.datamodules.base import SPLITS
+from fedlightning.datamodules.federated_data import SPLITS
 from fedlightning.errors import ConfigurationError
-from fedlightning.scores.metrics import outside
+from fedlightning.scores.metric_names import outside
 from fedlightning.scores.rows import EVERYBODY, Row
 from fedlightning.server.parts import Part
 from fedlightning.server.server import Server, error_in_check, refused
@@ -43,7 +43,7 @@ FACTOR = 1e3
 POWERS = {"parameters": (1, 1), "buffers": (4, 2), "extra": (2, 1), "entries": (1, 1)}
 """To which powers the factor is taken, in the first round and later: running variances are squares, and what they and extras
 will be cannot be seen from a model that has not trained. `"entries"` are extras shaped as the model's."""
-TINY = 1e-6
+ZERO_LENGTH = 1e-6
 """Root mean square below which what was sent, being all zeros, tells nothing of the size of its numbers: it counts as 1."""
 
 FAST = (torch.float32, torch.float64)
@@ -125,7 +125,7 @@ def norm_of_sent(values: Iterable[Tensor]) -> float:
     """Return the norm of what was sent; where that is all zeros, what it would be if all numbers were 1."""
     tensors = list(values)
     norm, ones = norm_of(tensors), math.sqrt(max(sum(value.numel() for value in tensors), 1))
-    return norm if norm > TINY * ones else ones
+    return norm if norm > ZERO_LENGTH * ones else ones
 
 
 def numbers_in(value: Any) -> list[Tensor]:
@@ -140,7 +140,7 @@ def numbers_in(value: Any) -> list[Tensor]:
 
 
 COUNTERS = ("num_samples", "steps", "skipped", "own_steps", "selections")
-MOST = 2**53
+COUNT_LIMIT = 2**53
 """Counts beyond this are none: sums of them are not whole numbers any more."""
 
 
@@ -243,7 +243,7 @@ def find_update_fault(server: Server, message: Message, update: Update, sizes: S
             return f"it says {name}={answer!r}, but answers the message with {name}={asked!r}"
     for name in COUNTERS:
         count = getattr(update, name)
-        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < MOST:
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < COUNT_LIMIT:
             return f"{name} is {count!r}, which is not a count"
     if update.contributed is not None and not isinstance(update.contributed, bool):
         return f"contributed is {update.contributed!r:.80}, which is neither yes nor no"
@@ -307,7 +307,7 @@ def _is_row(row: Any, kinds: tuple[type, ...]) -> bool:
     fits = (
         _is_number(entry) if kind is float else isinstance(entry, kind) for entry, kind in zip(row, kinds, strict=True)
     )
-    return all(fits) and (kinds[-1] is not int or 0 <= row[-1] < MOST)
+    return all(fits) and (kinds[-1] is not int or 0 <= row[-1] < COUNT_LIMIT)
 
 
 def _is_log(log: Any) -> bool:

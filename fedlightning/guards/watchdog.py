@@ -20,7 +20,7 @@ GRACE = 30.0
 """Seconds after which the process is ended if the interrupted code has not come back."""
 EXIT_CODE = 2
 """Exit code of a process that is ended."""
-MOST = 5
+MAX_LISTED = 5
 """Clients that are named."""
 
 
@@ -136,8 +136,8 @@ class Watchdog:
 
     def _sentence(self) -> str:
         timeout = self._attempts.policy.timeout
-        names = ", ".join(f"'{name}'" for name in self._who[:MOST])
-        more = f" and {len(self._who) - MOST} more" if len(self._who) > MOST else ""
+        names = ", ".join(f"'{name}'" for name in self._who[:MAX_LISTED])
+        more = f" and {len(self._who) - MAX_LISTED} more" if len(self._who) > MAX_LISTED else ""
         who = f"Client {names}" if len(self._who) == 1 else f"The clients {names}{more} together"
         return (
             f"{who} took longer than failures.timeout={timeout:g} seconds allows, in a process that cannot end a client "

@@ -37,7 +37,7 @@ class ForwardOrder:
 
     def __init__(self, module: nn.Module) -> None:
         self._leaves = leaves_of(module)
-        self._seen: dict[str, None] = {}
+        self._called_names: dict[str, None] = {}
         hooks = ((child, self._called(path)) for path, child in module.named_modules())
         self._handles = [child.register_forward_pre_hook(hook) for child, hook in hooks]
 
@@ -47,14 +47,18 @@ class ForwardOrder:
         ]
         called = [leaf for leaf in self._leaves if leaf.path == path]
         mine = list(dict.fromkeys(leaf.layer.name for leaf in (*around, *called)))
-        return lambda *_: self._seen.update(dict.fromkeys(name for name in mine if name not in self._seen))
+        return lambda *_: self._called_names.update(
+            dict.fromkeys(name for name in mine if name not in self._called_names)
+        )
 
     def names(self) -> list[str]:
         """Stop watching and return the names, as `ordered_layers` takes them."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        return list(self._seen) + [leaf.layer.name for leaf in self._leaves if leaf.layer.name not in self._seen]
+        return list(self._called_names) + [
+            leaf.layer.name for leaf in self._leaves if leaf.layer.name not in self._called_names
+        ]
 
 
 def forward_order(module: nn.Module, run: Callable[[], object]) -> list[str]:
@@ -101,15 +105,15 @@ def ordered_layers(module: nn.Module, order: Sequence[str] | None = None) -> lis
         conv2 ('conv2', 'norm2')
         fc ('fc',)
     """
-    leaves = {leaf.layer.name: leaf for leaf in leaves_of(module)}
+    leaf_by_name = {leaf.layer.name: leaf for leaf in leaves_of(module)}
     if order is not None:
         for name in order:
-            if name not in leaves:
-                raise ValueError(unknown_name(name, leaves, "is not a layer of " + type(module).__name__))
-        leaves = _rearranged(leaves, list(dict.fromkeys(order)))
+            if name not in leaf_by_name:
+                raise ValueError(unknown_name(name, leaf_by_name, "is not a layer of " + type(module).__name__))
+        leaf_by_name = _rearranged(leaf_by_name, list(dict.fromkeys(order)))
     layers: list[Layer] = []
     early: list[Layer] = []  # statistics of norms without parameters, before every layer: they join the first
-    for leaf in leaves.values():
+    for leaf in leaf_by_name.values():
         if leaf.joins and layers:
             layers[-1] = _joined(layers[-1], leaf.layer)
         elif leaf.layer.parameters:
@@ -183,12 +187,12 @@ def _joined(layer: Layer, *others: Layer) -> Layer:
     )
 
 
-def _rearranged(leaves: dict[str, Leaf], order: list[str]) -> dict[str, Leaf]:
-    """Return `leaves` in `order`. A norm left out follows its predecessor in registration, other leaves go last."""
+def _rearranged(leaf_by_name: dict[str, Leaf], order: list[str]) -> dict[str, Leaf]:
+    """Return the leaves in `order`. A norm left out follows its predecessor in registration, other leaves go last."""
     listed = set(order)
     previous: str | None = None
-    for name, leaf in leaves.items():
+    for name, leaf in leaf_by_name.items():
         if name not in listed:
             order.insert(order.index(previous) + 1 if leaf.joins and previous is not None else len(order), name)
         previous = name
-    return {name: leaves[name] for name in order}
+    return {name: leaf_by_name[name] for name in order}

@@ -4,7 +4,7 @@ from fedlightning.leakage.audit import Canaries, canaries
 from fedlightning.leakage.basic_attacks import Membership, SiteInference, leakage, membership, site_inference
 from fedlightning.leakage.gradients import Inversion, inversion
 from fedlightning.leakage.likelihood_ratio import LikelihoodRatio, likelihood_ratio
-from fedlightning.report.leakage_sentences import in_words
+from fedlightning.report.leakage_sentences import describe_attacks
 
 __all__ = [
     "Canaries",
@@ -13,7 +13,7 @@ __all__ = [
     "Membership",
     "SiteInference",
     "canaries",
-    "in_words",
+    "describe_attacks",
     "inversion",
     "leakage",
     "likelihood_ratio",

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import Dataset, Subset
 
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.leakage.shadow_runs import loader_like, losses_of, pool_of, trained_again
 from fedlightning.seeding import generator
 from fedlightning.storage.files import read_json

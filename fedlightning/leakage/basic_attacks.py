@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.utils.data import DataLoader, Subset
 
 from fedlightning.client.probes import NoLossError, sample_losses
-from fedlightning.datamodules.base import FederatedDataModule, sort_clients
+from fedlightning.datamodules.federated_data import FederatedDataModule, sort_clients
 from fedlightning.seeding import generator
 from fedlightning.study.predicted import class_probabilities, members_of
 from fedlightning.trainer import FederatedTrainer

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from fedlightning.client.probes import probing, training_loss
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.seeding import generator
 from fedlightning.trainer import FederatedTrainer
 
-MOST = 4
+MAX_IMAGES = 4
 """Images of a step at most: of larger batches little can be told."""
 KEPT = 3 * 64 * 64
 """Numbers of an image up to which it is kept in the result, for the report."""
@@ -88,8 +88,8 @@ def inversion(
     Raises:
         ValueError: If there are no images, or more than 4 are asked for.
     """
-    if not 1 <= batch <= MOST:
-        raise ValueError(f"{batch} images of a step are asked for. Give 1 to {MOST}.")
+    if not 1 <= batch <= MAX_IMAGES:
+        raise ValueError(f"{batch} images of a step are asked for. Give 1 to {MAX_IMAGES}.")
     server, client = trainer.server, data.client_ids[0] if client is None else client
     if server is None or client not in data.client_ids:
         raise ValueError(f"there is no client '{client}', or no run")
@@ -105,10 +105,10 @@ def inversion(
     scaled = ((torch.stack([images.cpu().double(), guessed]) - low) / max(high - low, 1e-12)).clamp(0, 1)
     scaled = scaled if scaled.dim() == 5 else scaled.unsqueeze(2)
     if picture is not None:
-        from fedlightning.report.drawing import look
+        from fedlightning.report.drawing import use_style
         from fedlightning.report.figures.images import side_by_side
 
-        with look():
+        with use_style():
             side_by_side(scaled.tolist()).savefig(picture)
     kept = scaled.numpy().round(3).tolist() if scaled[0, 0].numel() <= KEPT else None
     ranges = (high - low) ** 2

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import Subset
 
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.leakage.basic_attacks import membership
 from fedlightning.leakage.shadow_runs import loader_like, losses_of, pool_of, trained_again
 from fedlightning.seeding import generator

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from fedlightning.client.probes import sample_losses
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.trainer import FederatedTrainer
 
@@ -95,7 +95,7 @@ def trained_again(
         folder: Where it writes.
         seed: Of the training.
     """
-    model = trainer.given[0]
+    model = trainer.inputs[0]
     if model is None:
         raise ValueError("this run's model is not known here")
     callbacks = copy.deepcopy(trainer.arguments["callbacks"])

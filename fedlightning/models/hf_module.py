@@ -23,7 +23,7 @@ from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range, ShareBel
 Pair = tuple[float, float]
 IGNORED = -100
 """Label of a token that is not a target, as in transformers."""
-HERE = {
+ARGUMENT_BY_FIELD = {
     "learning_rate": "lr",
     "weight_decay": "weight_decay",
     "adam_epsilon": "eps",
@@ -108,12 +108,12 @@ class PredictionMetrics(Metric):
         """Return the scores."""
         from transformers import EvalPrediction
 
-        logits, labels = (_joined(batches).cpu().numpy() for batches in (self.logits, self.labels))
+        logits, labels = (_join_padded(batches).cpu().numpy() for batches in (self.logits, self.labels))
         scores = self.compute_metrics(EvalPrediction(predictions=logits, label_ids=labels))
         return {name: torch.tensor(float(value)) for name, value in scores.items()}
 
 
-def _joined(batches: list[Tensor]) -> Tensor:
+def _join_padded(batches: list[Tensor]) -> Tensor:
     """Return batches of samples, or of tokens padded to the longest, as one."""
     if batches[0].ndim == 1:
         return torch.cat(batches)
@@ -202,7 +202,7 @@ class HFModule(LightningModule):
         Raises:
             ValueError: If the optimizer or the schedule has no counterpart.
         """
-        arguments = {to: getattr(args, name) for name, to in HERE.items()}
+        arguments = {to: getattr(args, name) for name, to in ARGUMENT_BY_FIELD.items()}
         words = {
             name: str(getattr(getattr(args, name), "value", getattr(args, name)))
             for name in ("optim", "lr_scheduler_type")
@@ -221,7 +221,7 @@ class HFModule(LightningModule):
             way = 'of a visit, and of the whole run with FederatedTrainer(optimizer_state="keep")'
             other.append(f"the horizon of lr_scheduler_type={words['lr_scheduler_type']!r} ({way})")
         read = {
-            *HERE,
+            *ARGUMENT_BY_FIELD,
             *words,
             "adam_beta1",
             "adam_beta2",

@@ -20,7 +20,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from fedlightning.ranges import checked
 
-FEW = 256
+FEW_SAMPLES = 256
 """Up to so many samples the scores are computed here."""
 BINS = 15
 """Bins of the calibration error."""
@@ -111,7 +111,7 @@ class ClassificationMetrics(Metric):
         samples = len(target)
         loss = float(_joined(self.losses).cpu().double().sum())
         scores = {"loss": loss / samples if samples else math.nan}
-        usual = 0 < samples <= FEW and logits.shape[1] == self.num_classes
+        usual = 0 < samples <= FEW_SAMPLES and logits.shape[1] == self.num_classes
         if usual and np.isfinite(logits.numpy()).all():
             scores |= scores_of_few(logits, target)
         else:
@@ -222,7 +222,7 @@ def calibration_error(logits: Tensor, chances: Tensor, target: Tensor) -> float:
     """
     if bool(logits.isnan().any()):
         return math.nan
-    if len(target) <= FEW and not bool(logits.isinf().any()):
+    if len(target) <= FEW_SAMPLES and not bool(logits.isinf().any()):
         return calibration_gap(chances.numpy(), target.numpy())
     classes = logits.shape[1]
     return float(multiclass_calibration_error(chances, target, num_classes=classes, n_bins=BINS, norm="l1"))

@@ -15,7 +15,7 @@ from fedlightning.client.client_errors import client_failure, describe_error
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract import NEWCOMER
 from fedlightning.contract.messages import GLOBAL, Message
-from fedlightning.engines.base import Engine
+from fedlightning.engines.contract import Engine
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, gaps
 from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.scores.rows import LOCAL, UNSEEN, Gap, Row
@@ -83,7 +83,7 @@ class Unseen:
 
     def __init__(self, server: Server, engine: Engine, joining: bool = False) -> None:
         self.server, self.engine, self.joining = server, engine, joining
-        self._told = False
+        self._has_warned = False
 
     def check(self) -> None:
         """Say before round 1 if the method has no model for them; refuse clients that could never be scored."""
@@ -194,9 +194,9 @@ class Unseen:
 
     def _tell_what_stays(self, message: Message) -> None:
         """Warn once of entries that a client which has not trained holds as the module began."""
-        if self._told:
+        if self._has_warned:
             return
-        self._told = True
+        self._has_warned = True
         server = self.server
         architecture = server.architecture_of(message.client)
         travels = {*server.shared_names(model=message.model), *message.state}

@@ -23,10 +23,10 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.contract import NEWCOMER, CallbackList, Facts, FederatedCallback, Job, Placing
 from fedlightning.contract.messages import Message, Update
 from fedlightning.deployment.export import Deploy
-from fedlightning.engines.base import ClientRecords, Engine, Visit
+from fedlightning.engines.contract import ClientRecords, Engine, Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel
 from fedlightning.onboarding.held_out_scores import Unseen
-from fedlightning.scores.metrics import summarise
+from fedlightning.scores.metric_names import summarise
 from fedlightning.scores.rows import UNSEEN, Gap, Row, write_rows
 from fedlightning.server.server import Server
 from fedlightning.server.summary import describe_clients
@@ -170,7 +170,9 @@ class Onboarding:
                     server.note_failure(update.client, reason.replace("client '", "new client '", 1), when="Onboarding")
 
     def _messages(self, jobs: Iterable[Job]) -> Iterator[Message]:
-        return self._made(((job.client, partial(self.server.message, job)) for job in jobs), "was sent no message")
+        return self._make_visits(
+            ((job.client, partial(self.server.message, job)) for job in jobs), "was sent no message"
+        )
 
     def _visit(self) -> None:
         for update in self.engine.map(self._visits()):
@@ -186,10 +188,10 @@ class Onboarding:
     def _scores(self, evaluate: Evaluate, scored: ScoredModel) -> Iterator[ScoreClient]:
         kept = KeepTrained.__name__ if scored.stage == "L2" else ""
         messages = ((client, partial(self.unseen.message, client)) for client in self.trained)
-        for message in self._made(messages, f"was not scored at stage {scored.stage}", scored.stage):
+        for message in self._make_visits(messages, f"was not scored at stage {scored.stage}", scored.stage):
             yield ScoreClient(message, evaluate, scored, kept=kept)
 
-    def _made(
+    def _make_visits(
         self,
         wanted: Iterable[tuple[str, Callable[[], Message]]],
         otherwise: str,
@@ -258,6 +260,6 @@ class Onboarding:
         about = {"checkpoint": ONBOARDED if self.epochs else "latest"}
         clients = self.trained if self.epochs else self.server.held_out
         messages = ((client, partial(self.unseen.message, client)) for client in clients)
-        for message in self._made(messages, "has no model", "checkpoint", "not written"):
+        for message in self._make_visits(messages, "has no model", "checkpoint", "not written"):
             kept = ONBOARDED if message.client in self.trained else ""
             yield Deploy(message, kept=kept, write=True, folder=place, about=about)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.fabric.plugins.environments.lsf import LSFEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
@@ -15,9 +15,13 @@ from lightning.pytorch import Trainer
 
 from fedlightning.compat.lightning_runs import quiet
 from fedlightning.errors import ConfigurationError
+from fedlightning.ranges import Range
 
 CLUSTERS = (SLURMEnvironment, TorchElasticEnvironment, LSFEnvironment, MPIEnvironment)
 """What tells the processes of several machines about each other."""
+
+BatchShare = Annotated[float, Range("(0, 1]", "A float is a share of an epoch, an int a number of batches.")]
+SomeBatches = Annotated[float, Range("[0, 1]", "A float is a share of the batches, an int a number of them.")]
 
 FORWARDED = (
     "accelerator",

@@ -1,4 +1,4 @@
-"""What has taken the place of arguments and attributes that the trainer does not have."""
+"""What has taken the place of arguments and attributes that the trainer does not have, and of LightningCLI."""
 
 _MOVED = {
     "engine": {"workers": "Processes(workers=...)", "clients_per_stack": "Vectorized(clients_per_stack=...)"},
@@ -92,3 +92,10 @@ ATTRIBUTES = {
     "progress_bar_metrics": "callback_metrics, or rows for every client and round",
 }
 """Attribute of Lightning's Trainer -> what to use."""
+
+
+class RefusesLightningCLI(type):
+    """Class of a trainer that LightningCLI(trainer_class=FederatedTrainer) refuses with this text."""
+
+    def __format__(cls, spec: str) -> str:
+        return f"{cls!r} (which has a command line of its own: write FederatedCLI(MyModule, MyData), no LightningCLI)"

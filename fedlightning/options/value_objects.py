@@ -7,6 +7,8 @@ What is scored, when and on what: the trainer's argument `evaluation`.
 What becomes of clients that fail: the trainer's argument `failures`.
 
 Where clients work, and with what: values of the trainer's argument `engine`.
+
+Ranges of its arguments that are numbers, each with its sentence.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from math import ceil
 from typing import Annotated, Any, ClassVar, Literal
 
 from fedlightning.errors import ConfigurationError
-from fedlightning.ranges import Count, NonNegativeFloat, PositiveFloat, Range, at_most_one, check_on_creation, needs
+from fedlightning.ranges import (
+    Count,
+    Instance,
+    NonNegativeFloat,
+    PositiveFloat,
+    Range,
+    at_most_one,
+    check_on_creation,
+    needs,
+)
 
 
 def describe_changed(options: Any) -> str:
@@ -318,3 +329,13 @@ ENGINES: dict[str, type[EngineOptions]] = {
     kind.name: kind for kind in (Sequential, Processes, Vectorized, Ray, Flower, Auto)
 }
 """The engines by their short forms."""
+
+
+ClientShare = Annotated[float, Range("(0, 1]", "A float is a share of the clients, an int a number of them.")]
+HeldOutShare = Annotated[
+    float, Range("[0, 1)", "A float is a share of the clients, an int a number of them, a list their ids.")
+]
+DecayFactor = Annotated[float, Range("(0, 10]", "A factor per round, such as 0.99.")]
+Gigabytes = Annotated[float, Range("[0, inf)", "0 keeps all but one on disk.")]
+OF_A_CLASS = Instance()
+VISITS = Instance("It says when clients are visited; what trains inside a visit is local_loop.")

@@ -19,7 +19,7 @@ import torch
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.compat.system import short_sockets
-from fedlightning.engines.base import Task
+from fedlightning.engines.contract import Task
 from fedlightning.parallel import worker
 from fedlightning.parallel.arena import Arena, Broadcast, pack, unpack
 

@@ -30,7 +30,7 @@ from typing import Any, cast
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.engines.attempts import FederationError
-from fedlightning.engines.base import ClientRecords, Task
+from fedlightning.engines.contract import ClientRecords, Task
 from fedlightning.errors import ConfigurationError, missing_package
 from fedlightning.options import Ray
 from fedlightning.parallel.arena import Broadcast
@@ -136,13 +136,13 @@ def connect(options: Ray, workers: int) -> None:
     _without_messages()
 
 
-def _knock(address: str, seconds: float = 10.0) -> None:
+def _knock(address: str) -> None:
     """Refuse an address where nobody listens: `ray.init` would go on trying for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         return
     try:
-        socket.create_connection((host, int(port)), timeout=seconds).close()
+        socket.create_connection((host, int(port)), timeout=10.0).close()
     except (OSError, OverflowError) as error:
         raise ConfigurationError(
             f"Ray got address={address!r}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or "
@@ -396,9 +396,9 @@ class RayEngine(WorkersEngine):
         self._needs = (self.options.num_cpus, self.options.num_gpus or 0.0)
         self._parts: Parts | None = None
         self._broadcast = Broadcast(Pieces())
-        self._owner, self._mark, self._held = object(), object(), b""
+        self._owner, self._mark, self._digest = object(), object(), b""
         self._starts = 0
-        self._since, self._told = 0.0, False
+        self._since, self._has_warned = 0.0, False
 
     def beside(self, runner: ClientRuntime) -> RayEngine:
         return RayEngine(runner, ClientRecords(), self.options)
@@ -414,10 +414,10 @@ class RayEngine(WorkersEngine):
             parts = Parts(self.runner)  # before Ray starts: what cannot be sent is refused at once
             connect(self.options, self.width)
             self._place()
-            if parts.digest != self._held:  # else what the actors hold is what it was before a rest
-                self._mark, self._held = object(), parts.digest
+            if parts.digest != self._digest:  # else what the actors hold is what it was before a rest
+                self._mark, self._digest = object(), parts.digest
             self._parts = parts
-        self._since, self._starts, self._told = time.monotonic(), 0, False
+        self._since, self._starts, self._has_warned = time.monotonic(), 0, False
 
     def _place(self) -> None:
         """Find out how many actors there is room for, and what each needs."""
@@ -451,8 +451,8 @@ class RayEngine(WorkersEngine):
                 f"Ray has started no worker in {LIMIT:g} seconds, at a load of {load_now()}. The state of the "
                 "rounds before is intact: resume when the machine is less busy, or with engine='processes'."
             )
-        if nobody and not ready and not self._told and waited_for > PATIENCE:
-            self._told = True
+        if nobody and not ready and not self._has_warned and waited_for > PATIENCE:
+            self._has_warned = True
             free = ray.available_resources()
             warnings.warn(
                 f"Ray has started no worker in {PATIENCE:g} seconds; the run waits. Each is to have {self._needs[0]:g} CPUs "

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar, cast
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.engines.attempts import Retries, TaskTries
-from fedlightning.engines.base import ClientRecords, Engine, Task
+from fedlightning.engines.contract import ClientRecords, Engine, Task
 from fedlightning.errors import ConfigurationError
 from fedlightning.parallel.arena import Arena, Broadcast
 from fedlightning.parallel.pool import Setup, UnpicklableError, Worker, own_gpu, usable_cores
@@ -139,7 +139,7 @@ class WorkersEngine(Engine):
         """Return the reason of a client that is given up because so many workers ended at work on it."""
 
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
-        """Yield the answers of tasks in their order; see :meth:`fedlightning.engines.base.Engine.map`."""
+        """Yield the answers of tasks in their order; see :meth:`fedlightning.engines.contract.Engine.map`."""
         self._forget()
         self._start()
         self._turn += 1
@@ -324,12 +324,12 @@ class ProcessesEngine(WorkersEngine):
 
     def __init__(self, runner: ClientRuntime, store: ClientRecords, workers: int | None = None) -> None:
         super().__init__(runner, store, workers or usable_cores())
-        self._asked = workers
+        self._workers_requested = workers
         self._setup: Setup | None = None
         self._broadcast: Broadcast[Arena] | None = None
 
     def beside(self, runner: ClientRuntime) -> ProcessesEngine:
-        return ProcessesEngine(runner, ClientRecords(), self._asked)
+        return ProcessesEngine(runner, ClientRecords(), self._workers_requested)
 
     def _start(self) -> None:
         if self._setup is not None:

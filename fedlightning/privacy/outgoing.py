@@ -118,11 +118,11 @@ def make_outgoing_filter(blueprint: Blueprint, client: str) -> OutgoingFilter:
     filters: dict[tuple[str, bool], OutgoingFilter] = blueprint.tools.setdefault("leaving", {})
     at = name, client == POOLED
     if at not in filters:
-        filters[at] = _found(blueprint, name, everything=client == POOLED)
+        filters[at] = _find_outgoing(blueprint, name, everything=client == POOLED)
     return filters[at]
 
 
-def _found(blueprint: Blueprint, architecture: str, everything: bool) -> OutgoingFilter:
+def _find_outgoing(blueprint: Blueprint, architecture: str, everything: bool) -> OutgoingFilter:
     module = blueprint.reference(architecture)
     kinds, tied = entry_kinds(module), tied_names(module)
     names = set(kinds)
@@ -160,21 +160,18 @@ class OutgoingReport(Part):
     """Says what leaves clients and how it is covered, where a callback protects them."""
 
     def on_begin(self, federation: Federation) -> None:
-        if sentence := in_words(federation.server.callbacks, federation.server.outgoing):
+        if sentence := describe_coverage(federation.server.callbacks, federation.server.outgoing):
             rank_zero_info(sentence)
 
     def on_restored(self, federation: Federation) -> None:
         federation.server.outgoing = list_outgoing(federation)
 
     def summary(self, federation: Federation) -> dict[str, Any]:
-        items = list_coverage(federation.server.callbacks, federation.server.outgoing)
+        callbacks = federation.server.callbacks
+        items = list_coverage(callbacks, federation.server.outgoing)
         rows = [{"what": item.what, "when": item.when, "cover": cover} for item, cover in items]
-        promising = (
-            callback for callback in federation.server.callbacks if isinstance(callback, Protection | SumCodec)
-        )
-        promises = [
-            {"callback": callback.key, **asdict(promise)} for callback in promising for promise in callback.promises
-        ]
+        promising = (part for part in callbacks if isinstance(part, Protection | SumCodec))
+        promises = [{"callback": part.key, **asdict(promise)} for part in promising for promise in part.promises]
         return ({"leaves": rows} if rows else {}) | ({"promises": promises} if promises else {})
 
 
@@ -191,13 +188,10 @@ def list_outgoing(federation: Federation) -> list[OutgoingItem]:
     extras = {
         (key, name): spec for sent in filters.values() for key, up in sent.extras.items() for name, spec in up.items()
     }
-    before, visit, every = "before round 1", "in each visit", federation.asked_evaluate_every
+    before, visit, after, every = "before round 1", "in each visit", "after training", federation.asked_evaluate_every
+    sizes = "numbers of samples, classes and batches, hashes of who tests on which and of names of inputs and classes"
     items = [
-        OutgoingItem(
-            "sizes",
-            "numbers of samples, classes and batches, hashes of who tests on which and of names of inputs and classes",
-            before,
-        ),
+        OutgoingItem("sizes", sizes, before),
         OutgoingItem("classes", "numbers of training samples by class, hashes of who trains on which", before),
         OutgoingItem("entries", ", ".join(entries), visit),
         *(
@@ -213,24 +207,17 @@ def list_outgoing(federation: Federation) -> list[OutgoingItem]:
         when = "in every round" if every == 1 else f"every {every} rounds"
         items.append(OutgoingItem("scores", f"validation scores of stages {', '.join(federation.stages)}", when))
     if federation.test_data:
-        items.append(
-            OutgoingItem("tests", f"test scores on {' and '.join(federation.test_data)} data", "after training")
-        )
+        items.append(OutgoingItem("tests", f"test scores on {' and '.join(federation.test_data)} data", after))
     items.append(OutgoingItem("texts", "why a client failed", "where one does"))
     if server.run_dir is not None:
         kind: Kind = "own models" if server.callbacks.making(Change.BESIDE) else "models"
-        items.append(
-            OutgoingItem(kind, "models of clients in the run's folder, where clients have some", "after training")
-        )
+        items.append(OutgoingItem(kind, "models of clients in the run's folder, where clients have some", after))
     return items
 
 
 def _kind(server: Server, key: str, spec: Spec) -> Kind:
     """Return what an extra is: a code of entries is as they are."""
-    codec = next(
-        (callback for callback in server.callbacks if callback.key == key and isinstance(callback, UpdateCodec)), None
-    )
-    if codec is not None:
+    if any(part.key == key and isinstance(part, UpdateCodec) for part in server.callbacks):
         return "entries"
     return "means" if Extra.of(spec).by_class else "extra"
 
@@ -247,12 +234,10 @@ def list_coverage(callbacks: CallbackList, items: Sequence[OutgoingItem]) -> lis
     ]
 
 
-def in_words(callbacks: CallbackList, items: Sequence[OutgoingItem]) -> str:
+def describe_coverage(callbacks: CallbackList, items: Sequence[OutgoingItem]) -> str:
     """Return the list in a sentence, for the log; empty where no callback protects clients."""
     by_cover: dict[str, list[str]] = {}
     for item, cover in list_coverage(callbacks, items):
         by_cover.setdefault(cover, []).append(str(item))
-    words = "; ".join(
-        f"{cover}: {listed(items_of_cover, len(items_of_cover))}" for cover, items_of_cover in by_cover.items()
-    )
+    words = "; ".join(f"{cover}: {listed(texts, len(texts))}" for cover, texts in by_cover.items())
     return f"What leaves clients. {words}." if words else ""

@@ -42,8 +42,8 @@ from fedlightning.ranges.together import (
     at_most_one,
     exactly_one,
     idle_with,
-    in_words,
     needs,
+    refuse_in_words,
     replaced,
     shown,
 )
@@ -77,7 +77,7 @@ __all__ = [
     "described",
     "exactly_one",
     "idle_with",
-    "in_words",
+    "refuse_in_words",
     "is_boundless",
     "is_finite",
     "make_init",

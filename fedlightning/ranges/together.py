@@ -96,7 +96,7 @@ def idle_with(names: str | tuple[str, ...], other: str, value: Any, why: str) ->
 def replaced(**names: str) -> Callable[[Init], Init]:
     """Declare what has taken the place of arguments that an `__init__` does not have: name -> what to use.
 
-    Calls that Python would refuse are refused in words then; :func:`in_words` is the same for methods.
+    Calls that Python would refuse are refused in words then; :func:`refuse_in_words` is the same for methods.
 
     Example:
         >>> from fedlightning.ranges import checked
@@ -124,7 +124,7 @@ def replaced_in(init: Callable[..., None]) -> Mapping[str, str]:
     return names
 
 
-def in_words(methods: Mapping[str, Mapping[str, str]], attributes: Mapping[str, str]) -> Callable[[Kind], Kind]:
+def refuse_in_words(methods: Mapping[str, Mapping[str, str]], attributes: Mapping[str, str]) -> Callable[[Kind], Kind]:
     """Refuse in words what is asked of a class as of another one that it stands in for: a decorator.
 
     Args:
@@ -132,7 +132,7 @@ def in_words(methods: Mapping[str, Mapping[str, str]], attributes: Mapping[str, 
         attributes: Attribute that its objects do not have -> what to use.
 
     Example:
-        >>> @in_words({"begin": {"batches": "steps"}}, {"batch": "step"})
+        >>> @refuse_in_words({"begin": {"batches": "steps"}}, {"batch": "step"})
         ... class Round:
         ...     def begin(self, steps: int = 1) -> None: ...
         >>> Round().begin(batches=3)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlightning.errors import count_of
+from fedlightning.errors import count_of, warn
 from fedlightning.report.context import Context
 from fedlightning.report.html import Page, Section, Trouble, render, slug
 from fedlightning.report.sections import (
@@ -17,7 +17,7 @@ from fedlightning.report.sections import (
     failures,
     fairness,
     grid,
-    layers,
+    layer_quantities,
     leakage,
     privacy,
     scores,
@@ -31,11 +31,12 @@ from fedlightning.report.sections import (
 )
 from fedlightning.report.sentences import answers
 from fedlightning.report.styles import styles
-from fedlightning.scores.metrics import metric_label
-from fedlightning.study.export import write_comparison
-from fedlightning.study.measures import common_metric
+from fedlightning.scores.metric_names import metric_label
+from fedlightning.study.comparison_files import write_comparison
+from fedlightning.study.finished_runs import DEPLOYED, STUDY_FILE, load_study, read_study_file
 from fedlightning.study.problems import Problem
-from fedlightning.study.runs import DEPLOYED, STUDY_FILE, load_study, read_study_file
+from fedlightning.study.run_scores import common_metric
+from fedlightning.study.run_tables import tables_of
 from fedlightning.study.study import Study
 
 REPORT_FILE = "report.html"
@@ -48,7 +49,10 @@ def build_report(
     if not runs:
         raise ValueError("There is no run to report. Give run folders, or the --out folder of a compare.")
     runs_by_study = {name: load_study(paths) for name, paths in _groups(runs).items()}
-    metric = metric or common_metric(run for group in runs_by_study.values() for run in group)
+    loaded = [run for group in runs_by_study.values() for run in group]
+    for fault in (fault for run in loaded if run.error is None for fault in tables_of(run).faults.values()):
+        warn(fault)
+    metric = metric or common_metric(loaded)
     studies = {name: Study(group, metric=metric, checkpoint=checkpoint) for name, group in runs_by_study.items()}
     out = Path(out)
     write_comparison(next(iter(studies.values())) if len(studies) == 1 else studies, out)
@@ -88,13 +92,13 @@ def make_page(
         contexts.append(Context(study, look, figures, name if several else "", prefix, 3 if several else 2))
     sections: list[Section] = []
     if several:
-        sections += _kept([statistics.rank_section(Context(contexts[0].study, look, figures), studies)])
+        sections += _drop_empty([statistics.rank_section(Context(contexts[0].study, look, figures), studies)])
     for context, name in zip(contexts, studies, strict=True):
         if several:
             sections.append(Section(f"study-{context.prefix}", name, name, _facts_line(context.study)))
-        sections += _kept(part(context) for part in PARTS)
+        sections += _drop_empty(part(context) for part in PARTS)
         settings = (about or {}).get(name, {})
-        sections += _kept([setting.variance(context), setting.made(context, settings)])
+        sections += _drop_empty([setting.variance(context), setting.made(context, settings)])
     first = next(iter(studies.values()))
     word = _metric_of(first)
     methods = list(dict.fromkeys(method for study in studies.values() for method in study.data.methods))
@@ -135,7 +139,7 @@ PARTS = (
     time.time,
     terms.terms,
     setting.partition,
-    layers.layers,
+    layer_quantities.layers,
     privacy.privacy,
     leakage.leakage,
     failures.failures,
@@ -188,7 +192,7 @@ def _troubles(context: Context, severity: str) -> list[Trouble]:
     ]
 
 
-def _kept(sections: Iterable[Section | None]) -> list[Section]:
+def _drop_empty(sections: Iterable[Section | None]) -> list[Section]:
     return [section for section in sections if section is not None]
 
 

@@ -15,11 +15,11 @@ from matplotlib.figure import Figure
 
 from fedlightning.compat import sheets
 from fedlightning.report.cells import Column, Missing, is_number
-from fedlightning.report.drawing import inline, look, save, settle, svg
+from fedlightning.report.drawing import inline, save, settle, svg, use_style
 from fedlightning.report.figures.dots import Dot, Line
 from fedlightning.report.html import Gallery, Picture, Section, Table, slug
 from fedlightning.report.styles import Style
-from fedlightning.scores.metrics import higher_is_better, metric_label
+from fedlightning.scores.metric_names import higher_is_better, metric_label
 from fedlightning.storage.files import UnreadableError, read_json
 from fedlightning.study.columns import GLOBAL
 from fedlightning.study.evidence import word_of_best
@@ -27,7 +27,7 @@ from fedlightning.study.study import Study
 
 Row = Mapping[str, Any]
 R = TypeVar("R", bound=Row)
-SHORT = 14
+MAX_UNFOLDED_ROWS = 14
 """Tables of up to this many rows are unfolded beside their picture."""
 METHOD = Column("method", "method", "method")
 SEEDS = Column("n_seeds", "seeds", "count", help="runs behind the row")
@@ -98,7 +98,7 @@ class Context:
         sign = -1.0 if self.higher else 1.0
         return sorted(rows, key=lambda row: (not is_number(row["mean"]), sign * (row["mean"] or 0.0)))
 
-    def in_order(self, rows: Iterable[R]) -> list[R]:
+    def sort_rows(self, rows: Iterable[R]) -> list[R]:
         """Return rows in the order of the overview's methods."""
         order = [row["method"] for row in self.overview]
         return sorted(rows, key=lambda row: order.index(row["method"]))
@@ -215,7 +215,7 @@ class Context:
 
     def picture(self, name: str, title: str, alt: str, draw: Callable[[], Figure]) -> Picture:
         """Draw a figure, write its files, and return the picture for the page."""
-        with look():
+        with use_style():
             figure = draw()
             settle(figure)
             text = svg(figure)
@@ -239,7 +239,7 @@ class Context:
         keys = {row.get("method") for row in table.rows} | {column.key.removeprefix("@") for column in table.columns}
         lost = [f"{method} is {why}." for method, why in self.diverged.items() if method in keys]
         warning = f"Drawn in part or not at all: {' '.join(lost)}" if lost else ""
-        short = len(pictures) == 1 and len(table.rows) <= SHORT
+        short = len(pictures) == 1 and len(table.rows) <= MAX_UNFOLDED_ROWS
         return Gallery(pictures, table, caption, short if open is None else open, warning, wide)
 
 

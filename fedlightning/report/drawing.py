@@ -28,7 +28,7 @@ _LOOK = mpl.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), us
 
 
 @contextmanager
-def look() -> Iterator[None]:
+def use_style() -> Iterator[None]:
     """Use the report's settings of matplotlib, whatever the user's are, and restore those afterwards."""
     with mpl.rc_context():
         mpl.rcdefaults()
@@ -37,7 +37,7 @@ def look() -> Iterator[None]:
 
 
 def panel(height: float = HEIGHT, width: float = WIDTH) -> tuple[Figure, Axes]:
-    """Return an empty figure of one panel, which pyplot does not manage. Call it under :func:`look`."""
+    """Return an empty figure of one panel, which pyplot does not manage. Call it under :func:`use_style`."""
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.04, h_pad=0.04)  # type: ignore[union-attr, call-arg]
     FigureCanvasAgg(figure)
@@ -105,7 +105,7 @@ def settle(figure: Figure) -> None:
         locator = axis.get_major_locator()
         if isinstance(locator, MaxNLocator):
             locator.set_params(nbins=MOST_TICKS - 1)
-    with look():
+    with use_style():
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
 
@@ -113,7 +113,7 @@ def settle(figure: Figure) -> None:
 def svg(figure: Figure) -> str:
     """Return the figure as an SVG file, with text as text."""
     buffer = io.BytesIO()
-    with look():
+    with use_style():
         figure.savefig(buffer, format="svg", dpi=150, metadata={"Date": None, "Creator": None})
     return buffer.getvalue().decode()
 
@@ -122,7 +122,7 @@ def save(figure: Figure, text: str, folder: Path, name: str) -> None:
     """Write a figure as SVG, PNG (300 dpi) and PDF (TrueType fonts embedded, as publishers ask), without dates."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.svg").write_text(text, encoding="utf-8")
-    with look():
+    with use_style():
         figure.savefig(folder / f"{name}.png", dpi=300)
         figure.savefig(folder / f"{name}.pdf", dpi=300, metadata={"CreationDate": None})
 

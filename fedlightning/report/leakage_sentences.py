@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def in_words(attacks: Mapping[str, Any]) -> list[str]:
+def describe_attacks(attacks: Mapping[str, Any]) -> list[str]:
     """Return what the attacks got, in sentences."""
     lines = []
     if rows := attacks.get("membership"):

@@ -12,7 +12,7 @@ from fedlightning.study.evidence import no_better_than_constant
 
 ALPHA = 0.05
 """Level of significance."""
-FEW = 5
+FEW_SEEDS = 5
 """Below this many seeds, only large differences can be significant."""
 YARDSTICKS = {"siloed": "Siloed training", "central": "Central training, which moves all data,"}
 """Baseline roles that methods are compared with, and that cannot be the best method."""
@@ -128,7 +128,7 @@ def _real(context: Context, first: Row, methods: Sequence[Row]) -> Answer:
         )
     if line["p_clients"] is not None:
         verdict += f" Over clients (signed ranks: would other clients gain too?) p {_equals(line['p_clients'])}."
-    few = " With so few seeds only large differences can show." if n < FEW and adjusted >= ALPHA else ""
+    few = " With so few seeds only large differences can show." if n < FEW_SEEDS and adjusted >= ALPHA else ""
     return Answer(question, short, sentence + verdict + few)
 
 

@@ -24,7 +24,7 @@ from fedlightning.models.client_models import ClientModels
 from fedlightning.options import Evaluation, Vectorized
 from fedlightning.server.server import Server
 from fedlightning.storage.files import plain
-from fedlightning.tensors.modules import optimizers_in
+from fedlightning.tensors.entries import optimizers_in
 
 ARGUMENTS = (
     "local_epochs",
@@ -243,7 +243,7 @@ def _text(value: Any) -> str:
 
 Fingerprint = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]
 """Returns a run's fingerprint as it would be without the clients that joined, from their ids and the held-out ones'."""
-MOST = 5
+MAX_LISTED = 5
 """Changes and clients that a sentence names."""
 
 
@@ -412,11 +412,11 @@ def list_joined_clients(saved: Mapping[str, Any], server: Server) -> list[str]:
     return joined
 
 
-def _named(clients: Sequence[str], most: int = MOST) -> str:
+def _named(clients: Sequence[str], most: int = MAX_LISTED) -> str:
     noun = "client" if len(clients) == 1 else "clients"
     return f"{noun} {listed(map(repr, clients), most)}"
 
 
 def _some(texts: Sequence[str]) -> str:
-    more = f"; and {len(texts) - MOST} more" if len(texts) > MOST else ""
-    return "; ".join(texts[:MOST]) + more
+    more = f"; and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
+    return "; ".join(texts[:MAX_LISTED]) + more

@@ -78,7 +78,7 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK
         with writing(folder):
-            self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+            self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._take()
         self.holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -151,7 +151,7 @@ class RunLock:
         self._close(self._file, remove=True)
         self._file = -1
         with contextlib.suppress(OSError):
-            for path in self._made:
+            for path in self._new_folders:
                 path.rmdir()
 
     def __enter__(self) -> RunLock:

@@ -37,7 +37,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from fedlightning.compat.lightning_runs import quiet
 from fedlightning.errors import ConfigurationError
 from fedlightning.run.recorder import RoundLogs
-from fedlightning.scores.metrics import summarise
+from fedlightning.scores.metric_names import summarise
 from fedlightning.scores.rows import LATEST, Row
 from fedlightning.storage.files import AppendOnlyFile, Mark, is_the_one, set_aside, write_text_atomically
 
@@ -91,14 +91,14 @@ class Store:
     def __init__(self, logger: Logger, run: Path | None = None) -> None:
         self.logger, self.run = logger, run
         self.until = 0
-        self.there: dict[int, set[str]] = {}
+        self.names_by_step: dict[int, set[str]] = {}
         self._used = False
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
         """Give the logger those values of a round that it has not got."""
         if round <= self.until:
             return
-        names = self.there.get(round, ())
+        names = self.names_by_step.get(round, ())
         # a logger's prefix stands before a '-'
         new = {name: value for name, value in values.items() if not any(is_known_as(name, logged) for logged in names)}
         if new:
@@ -171,7 +171,7 @@ class FileStore(Store):
             self.until = rounds
         else:
             for step, name in self._look():
-                self.there.setdefault(step, set()).add(name)
+                self.names_by_step.setdefault(step, set()).add(name)
 
     def _cut(self, mark: Mark) -> bool:
         """Remove what came after the mark; return False if what came before it is not all there."""
@@ -210,12 +210,12 @@ class CSVStore(FileStore):
             self._go_on()
 
     @property
-    def _kept(self) -> Path:
+    def _backup(self) -> Path:
         return self.file.with_name("metrics.csv.kept")
 
     def _cut(self, mark: Mark) -> bool:
-        if self._kept.exists():  # a resumed run was killed in `_go_on`
-            os.replace(self._kept, self.file)
+        if self._backup.exists():  # a resumed run was killed in `_go_on`
+            os.replace(self._backup, self.file)
         if mark["lines"] == 0:
             self.file.unlink(missing_ok=True)
             return True
@@ -257,12 +257,12 @@ class CSVStore(FileStore):
             columns = next(csv.reader(file), [])
         if "step" not in columns:  # nothing that a logger has written
             return
-        os.replace(self.file, self._kept)
+        os.replace(self.file, self._backup)
         try:
             with quiet():
                 experiment = self.logger.experiment
         finally:
-            os.replace(self._kept, self.file)
+            os.replace(self._backup, self.file)
         experiment.metrics.clear()  # of an earlier fit with the same logger
         experiment.metrics_keys[:] = columns
 
@@ -277,8 +277,10 @@ class TensorBoardStore(FileStore):
         self._so_far: dict[str, AppendOnlyFile] = {}
 
     def mark(self) -> Mark:
-        marks = {path.name: self._so_far.setdefault(path.name, AppendOnlyFile(path)).mark() for path in self._files()}
-        return super().mark() | {"files": marks}
+        mark_by_file = {
+            path.name: self._so_far.setdefault(path.name, AppendOnlyFile(path)).mark() for path in self._files()
+        }
+        return super().mark() | {"files": mark_by_file}
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob("*tfevents*"))
@@ -352,7 +354,7 @@ class MLFlowStore(Store):
         for name in client.get_run(run).data.metrics:
             for metric in client.get_metric_history(run, name):
                 if metric.step <= rounds or not differs:
-                    self.there.setdefault(metric.step, set()).add(name)
+                    self.names_by_step.setdefault(metric.step, set()).add(name)
         with suppress(AttributeError):  # MLflow before 2.1
             client.update_run(run, status="RUNNING")
 
@@ -396,11 +398,11 @@ class LoggerStates(RoundLogs):
             store.flush()
         return [store.mark() for store in self._stores]
 
-    def reopen(self, marks: list[Mark], rows: Iterable[Row], rounds: int, differs: bool = False) -> None:
+    def reopen(self, logger_marks: list[Mark], rows: Iterable[Row], rounds: int, differs: bool = False) -> None:
         """Go on from a saved state."""
         if not self.loggers:
             return
-        for store, mark in self._matched(marks):
+        for store, mark in self._matched(logger_marks):
             try:
                 store.reopen(mark, rounds, differs)
             except Exception as error:
@@ -417,9 +419,9 @@ class LoggerStates(RoundLogs):
         for store in self._stores:
             store.flush()
 
-    def _matched(self, marks: list[Mark]) -> Iterator[tuple[Store, Mark | None]]:
+    def _matched(self, logger_marks: list[Mark]) -> Iterator[tuple[Store, Mark | None]]:
         """Yield the loggers that the run had before with their marks. One that it did not have begins with everything."""
-        left, stores = list(marks), list(self._stores)
+        left, stores = list(logger_marks), list(self._stores)
         for by_name in (True, False):
             for store in list(stores):
                 mark = next((mark for mark in left if store.is_of(mark, by_name)), None)

@@ -101,9 +101,9 @@ def fault_of_extra(extra: dict[str, Any]) -> str | None:
     if not seconds or not isinstance(extra.get("final", False), bool):
         return ": its seconds or its end are none"
     mark_lists = [extra.get(name) or [] for name in ("loggers", "loggers_of_rounds")]
-    marks = [mark for marks in mark_lists if isinstance(marks, list) for mark in marks]
-    if not all(isinstance(marks, list) for marks in mark_lists) or not all(
-        isinstance(mark, dict) and {"logger", "version"} <= mark.keys() for mark in marks
+    logger_marks = [mark for mark_list in mark_lists if isinstance(mark_list, list) for mark in mark_list]
+    if not all(isinstance(mark_list, list) for mark_list in mark_lists) or not all(
+        isinstance(mark, dict) and {"logger", "version"} <= mark.keys() for mark in logger_marks
     ):
         return ": its marks of loggers are none"
     explosions = extra.get("explosions", {})
@@ -132,7 +132,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-PART = 25
+TAIL_ENTRIES = 25
 """Entries at the end of a list that a manifest holds, at most."""
 HEAD, LAST, TAIL = "file of the first entries", "last of them", "entries after them"
 
@@ -148,9 +148,9 @@ def shortened(tree: Any, folder: Path, before: Any = None) -> Any:
     if isinstance(tree, dict):
         old = before if isinstance(before, dict) and HEAD not in before else {}
         return {name: shortened(value, folder, old.get(name)) for name, value in tree.items()}
-    if not isinstance(tree, list) or len(tree) < 2 * PART:
+    if not isinstance(tree, list) or len(tree) < 2 * TAIL_ENTRIES:
         return tree
-    count = (len(tree) // PART - 1) * PART
+    count = (len(tree) // TAIL_ENTRIES - 1) * TAIL_ENTRIES
     head, last = before if _is_short(before) else {}, json.loads(json.dumps(tree[count - 1]))
     if head.get("entries") == count and head[LAST] == last:
         name = head[HEAD]

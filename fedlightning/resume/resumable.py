@@ -84,17 +84,17 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
     if go_on and extra["final"] and not federation.final_done:
         federation.costs.forget_final_visits(federation.rounds_done)
     scored = federation.rounds_done + federation.final_done
-    marks = (
+    recorder_marks = (
         extra if federation.final_done else {name: extra.get(earlier, extra[name]) for name, earlier in MARKS.items()}
     )
-    mark = marks["metrics"]
+    mark = recorder_marks["metrics"]
     if go_on:
         if UNDONE in extra:
             restore_previous_state(run.last)
-        rows = run.keep_rounds(mark)
+        rows = run.truncate_rows(mark)
         federation.recorder.start_with(rows, run.metrics.place() if federation.recorder.writes else None)
         more = (bool(extra["final"]) and not federation.final_done) or UNDONE in extra
-        federation.recorder.reopen_logs(marks, scored, differs=more or changes != ConfigChanges())
+        federation.recorder.reopen_logs(recorder_marks, scored, differs=more or changes != ConfigChanges())
     else:
         federation.recorder.start_with(run.read_rows(scored, mark))
     federation.server.round = federation.last_round

@@ -18,7 +18,7 @@ from fedlightning.client.record import ClientRecord
 from fedlightning.compat.lightning_runs import detached_copy
 from fedlightning.contract import POOLED
 from fedlightning.engines.attempts import Address, LeftOut
-from fedlightning.engines.base import ClientRecords
+from fedlightning.engines.contract import ClientRecords
 from fedlightning.errors import DamagedStateError
 from fedlightning.resume import state_files
 from fedlightning.resume.config_changes import Fingerprint, check_validation_clients

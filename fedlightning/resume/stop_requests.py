@@ -19,7 +19,7 @@ from typing import Any
 
 from fedlightning.compat.system import signals
 from fedlightning.errors import warn
-from fedlightning.storage.files import is_writing_process
+from fedlightning.storage.files import broadcast_from_rank_zero, is_writing_process
 
 SIGNALS = signals("SIGUSR1", "SIGUSR2")
 """What SLURM is asked to send before the time is over (`--signal=USR1@90`)."""
@@ -28,7 +28,7 @@ ENDINGS = signals("SIGTERM", "SIGHUP")
 
 PATIENCE = 5.0
 """Seconds after a second signal until the process ends, whatever code still runs in it."""
-TOGETHER = 1.0
+SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which two signals are one that was sent to a process and to its group."""
 
 
@@ -45,12 +45,14 @@ class StopRequest:
         ending: What ends the run at once, raised already.
         since: When that was, on the monotonic clock.
         last_resort: What ends the process :data:`PATIENCE` seconds after a second signal.
+        deadline: When the run ends after its round, on the monotonic clock; `None`: never.
     """
 
     name: str | None = None
     ending: BaseException | None = None
     since: float = 0.0
     last_resort: threading.Timer | None = None
+    deadline: float | None = None
 
     @property
     def code(self) -> int:
@@ -61,6 +63,13 @@ class StopRequest:
         """Raise again what ends the run, where a destructor or a user's code has swallowed it."""
         if self.ending is not None:
             raise self.ending
+
+    def ends_run(self) -> bool:
+        """Return True if the run ends after this round, on all ranks: for a signal, or as its time is over."""
+        self.check()
+        is_late = self.deadline is not None and time.monotonic() > self.deadline
+        is_late, self.name = broadcast_from_rank_zero((is_late, self.name))
+        return is_late or self.name is not None
 
     def after_round(self, number: int, frame: Any) -> None:
         """Handle a signal that asks for an end after the round."""
@@ -74,7 +83,7 @@ class StopRequest:
         the process ends.
         """
         swallowed = self.ending is not None and not _on_its_way(self.ending)
-        if self.ending is not None and (swallowed or time.monotonic() - self.since > TOGETHER):
+        if self.ending is not None and (swallowed or time.monotonic() - self.since > SAME_SIGNAL_SECONDS):
             self._end_soon()
         if self.ending is None or swallowed:
             self.name, self.since = signal.Signals(number).name, time.monotonic()
@@ -99,7 +108,7 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests(progress: Callable[[], tuple[int, int]]) -> Iterator[StopRequest]:
+def stop_requests(progress: Callable[[], tuple[int, int]], deadline: float | None = None) -> Iterator[StopRequest]:
     """Within the block, answer signals.
 
     A handler that somebody else has installed stays, as does a signal that is ignored (`nohup`). Lightning's handler for
@@ -108,12 +117,13 @@ def stop_requests(progress: Callable[[], tuple[int, int]]) -> Iterator[StopReque
 
     Args:
         progress: Gives the rounds of the saved state, and the rounds of the run.
+        deadline: When the run ends after its round, on the monotonic clock.
 
     Raises:
         Terminated: After SIGTERM and SIGHUP.
         KeyboardInterrupt: After Ctrl-C, whichever of Lightning's loops it met.
     """
-    request = StopRequest()
+    request = StopRequest(deadline=deadline)
     handlers = dict.fromkeys(SIGNALS, request.after_round) if under_slurm() else {}
     handlers |= _to_end(request)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:

@@ -134,7 +134,7 @@ class RunFolder:
     """
 
     def __init__(self, root: str | Path, name: str, version: str | None = None) -> None:
-        self._made: list[Path] = []
+        self._new_folders: list[Path] = []
         base = Path(root) / name
         group = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not group and not is_writing_process() and RUN_FOLDER in os.environ:
@@ -151,7 +151,7 @@ class RunFolder:
             path = base / f"version_{max(taken, default=-1) + 1}"
             if not is_writing_process():
                 return path
-            self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
+            self._new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
             with writing(path):
                 try:
                     path.mkdir(parents=True)
@@ -163,7 +163,7 @@ class RunFolder:
     def remove_empty(self) -> None:
         """Remove the folders that were made for a run, if it has written nothing."""
         with suppress(OSError):
-            for folder in self._made:
+            for folder in self._new_folders:
                 folder.rmdir()
 
     @cached_property
@@ -207,7 +207,7 @@ class RunFolder:
         self.metrics.check(mark)
         return [row for row in self.metrics.rows() if row.round <= rounds]
 
-    def keep_rounds(self, mark: dict[str, Any]) -> list[Row]:
+    def truncate_rows(self, mark: dict[str, Any]) -> list[Row]:
         """Cut `metrics.csv` back to what the saved state knows (a resumed run writes the others again), and read it.
 
         Args:

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from fedlightning.contract.messages import Update
 from fedlightning.run.folder import METRICS_MARK, RunFolder
-from fedlightning.scores.metrics import summarise
+from fedlightning.scores.metric_names import summarise
 from fedlightning.scores.rows import ADDRESS, LATEST, UNSEEN, Row, RowList, Rows, of_clients, read_part
 from fedlightning.storage.files import is_writing_process, writing
 
@@ -33,7 +33,7 @@ class RoundLogs:
         """Return where the loggers stand, for a saved state."""
         return []
 
-    def reopen(self, marks: list[Any], rows: Iterable[Row], rounds: int, differs: bool = False) -> None:
+    def reopen(self, logger_marks: list[Any], rows: Iterable[Row], rounds: int, differs: bool = False) -> None:
         """Go on from a saved state."""
 
     def close(self, status: str) -> None:
@@ -59,7 +59,7 @@ class Recorder:
     rows: Rows = field(default_factory=RowList)
     results: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
-    _known: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)  # addresses that may come again
+    _addresses: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)  # addresses that may come again
     _before: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)
     _newest: int = field(default=0, repr=False)
 
@@ -78,20 +78,20 @@ class Recorder:
         self.rows.extend(rows)
         self._newest = max((row.round for row in rows), default=0)
         # only the newest rounds and selected models are scored again
-        self._known = {row.address for row in rows if row.round >= self._newest - 1 or row.checkpoint != LATEST}
+        self._addresses = {row.address for row in rows if row.round >= self._newest - 1 or row.checkpoint != LATEST}
         if where is not None and rows:
             self._note_written(len(rows), where)
 
     def record(self, rows: list[Row]) -> None:
         """Add scores; those that are there already (a repeated test) are not added twice."""
         if rows and min(row.round for row in rows) > self._newest:  # a new round: only the one before may come again
-            self._before, self._known = self._known, set()
+            self._before, self._addresses = self._addresses, set()
         addresses = list(map(ADDRESS, rows))
-        again = {address for address in addresses if address in self._known or address in self._before}
+        again = {address for address in addresses if address in self._addresses or address in self._before}
         if again:
             rows = [row for row, address in zip(rows, addresses, strict=True) if address not in again]
             addresses = [address for address in addresses if address not in again]
-        self._known.update(addresses)
+        self._addresses.update(addresses)
         self._newest = max((row.round for row in rows), default=self._newest)
         self.rows.extend(rows)
         if self.run is not None and is_writing_process():
@@ -137,6 +137,11 @@ class Recorder:
         self.results = summarise(row for row in chosen if row.split != "train")
         return self.results
 
+    def write_config(self, text: str | None) -> None:
+        """Write `config.yaml`, if there is a configuration."""
+        if text is not None and self.run is not None and is_writing_process():
+            self.run.write_config(text)
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Keep the summary, and write `summary.json`, which says beside which `metrics.csv` it stands."""
         self.summary = summary
@@ -154,17 +159,17 @@ class Recorder:
         with writing(self._log_path):
             return {"metrics": self.run.metrics.mark(), "loggers": self.logs.mark()}
 
-    def reopen_logs(self, marks: Mapping[str, Any], rounds: int, differs: bool) -> None:
+    def reopen_logs(self, recorder_marks: Mapping[str, Any], rounds: int, differs: bool) -> None:
         """Take the loggers back to a saved state; give them the rounds that they lack.
 
         Args:
-            marks: What :meth:`mark` returned.
+            recorder_marks: What :meth:`mark` returned.
             rounds: Rounds that have scores.
             differs: The next rounds will not be those that the loggers may have seen already.
         """
         if self.writes:
             with writing(self._log_path):
-                self.logs.reopen(marks["loggers"], self.rows, rounds, differs)
+                self.logs.reopen(recorder_marks["loggers"], self.rows, rounds, differs)
 
     def close(self, status: str = "success") -> None:
         """End the loggers."""

@@ -13,13 +13,15 @@ from rich.table import Table
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.contract import POOLED
 from fedlightning.errors import listed
-from fedlightning.scores.metrics import DEFAULTS
+from fedlightning.scores.metric_names import DEFAULTS
 from fedlightning.scores.rows import LOCAL, UNSEEN
 
 STAGES = {"G": "G: server's model", "L1": "L1: as received", "L2": "L2: after local training"}
 _LABEL_COLUMNS = ("checkpoint", "stage", "data")
 _CELL = len("0.0000 ± 0.0000")
-MANY = 200
+MAX_CLIENT_ROWS = 20
+"""Clients that have a row each in the terminal."""
+MANY_CLIENTS = 200
 """Clients from which on a run is told how to score fewer of them, if scoring takes longer than training."""
 _ORDER = {"latest": 0, "best_global": 1, "best_local": 2}
 _LABELS = {"balanced_accuracy": "balanced acc.", "f1_macro": "macro F1", "auroc": "AUROC"}
@@ -28,7 +30,7 @@ DEPLOYED = (("latest", "L1", LOCAL), ("best_local", "L1", LOCAL))
 """Row of the models that clients would use, the last one that there is."""
 
 Result = dict[str, Any]
-"""A row of `summary.json`: see :func:`fedlightning.scores.metrics.summarise`."""
+"""A row of `summary.json`: see :func:`fedlightning.scores.metric_names.summarise`."""
 
 
 def important_metrics(results: Sequence[Result], limit: int | None = None) -> list[str]:
@@ -62,7 +64,7 @@ def results_table(results: Sequence[Result], split: str = "test", width: int = 8
     groups: dict[tuple[str, str, str], dict[str, Result]] = {}
     for row in rows:
         groups.setdefault((row["checkpoint"], row["stage"], row["data"]), {})[bare(row)] = row
-    order = sorted((key for key in groups if not _said(groups, key)), key=lambda key: (*_rank(key), key[2]))
+    order = sorted((key for key in groups if not _is_repeated(groups, key)), key=lambda key: (*_rank(key), key[2]))
     deployed = next((key for key in reversed(order) if key in DEPLOYED), None)
     label_width = sum(3 + max(len(text), *(len(key[i]) for key in order)) for i, text in enumerate(_LABEL_COLUMNS))
     cell = max((len(_mean_std(row)) for row in rows), default=_CELL)
@@ -82,7 +84,7 @@ def results_table(results: Sequence[Result], split: str = "test", width: int = 8
     return table
 
 
-def _said(groups: Mapping[tuple[str, str, str], Mapping[str, Result]], key: tuple[str, str, str]) -> bool:
+def _is_repeated(groups: Mapping[tuple[str, str, str], Mapping[str, Result]], key: tuple[str, str, str]) -> bool:
     """Return whether the row of all clients' models on the pooled data says no more than that of the server's model."""
     checkpoint, stage, data = key
     server = groups.get((checkpoint, "G", data), {})
@@ -114,10 +116,8 @@ def client_table(results: Sequence[Result], split: str = "test", width: int = 80
     return table
 
 
-def print_results(
-    results: Sequence[Result], split: str = "test", console: Console | None = None, clients: int = 20
-) -> None:
-    """Print the results of a run, and those of each client if there are at most `clients`."""
+def print_results(results: Sequence[Result], split: str = "test", console: Console | None = None) -> None:
+    """Print the results of a run, and those of each client if there are at most :data:`MAX_CLIENT_ROWS`."""
     console = console or Console()
     if not any(row["split"] == split for row in results):
         console.print(f"There are no results on the '{split}' split.")
@@ -137,7 +137,7 @@ def print_results(
             console.print(f"No room for {listed(left)}; the results have them.", highlight=False)
         ids = {client for row in rows if row["data"] == LOCAL for client in row["per_client"]}
         by_client = client_table(results, split, width=console.width, unseen=unseen)
-        if by_client is not None and 1 < len(ids) <= clients:
+        if by_client is not None and 1 < len(ids) <= MAX_CLIENT_ROWS:
             metric = important_metrics(rows)[0]
             each = "Each unseen client" if unseen else "Each client"
             console.print(f"\n{each} on its own {words}: {_LABELS.get(metric, metric)}", style="bold")
@@ -161,7 +161,7 @@ def evaluation_line(summary: Mapping[str, Any]) -> str | None:
         return f"Scored: {count} of {of} clients on test data, {before['clients']} in training and at stage L2."
     if count < of:
         return f"Scored: {count} of {of} clients (evaluation.clients), in {spent:.0f} of the {whole:.0f} s of the run."
-    if of >= MANY and 2 * spent > whole:
+    if of >= MANY_CLIENTS and 2 * spent > whole:
         return (
             f"Scoring all {of} clients took {spent:.0f} of the {whole:.0f} s of the run: evaluation.clients=100 scores 100 "
             "of them, evaluation.every=10 every tenth round."

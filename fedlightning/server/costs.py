@@ -22,24 +22,24 @@ class Costs:
         bytes_up: Bytes sent to the server so far.
         bytes_down: Bytes sent to clients so far.
         steps: Optimizer steps of all clients so far.
-        spent: What the clients have done besides, by the names of :data:`SPENT`.
+        extra_work: What the clients have done besides, by the names of :data:`SPENT`.
         virtual_time: Virtual seconds since the run began, where the loop has a clock.
         seconds: Time spent, over interruptions.
         evaluation_seconds: The part of it that scoring has taken, stages G and L1 and held-out clients.
         history: Cost of each round: `round`, `bytes_up`, `bytes_down`, `steps`, `seconds`; where the loop has a clock, also
             `time`, the virtual seconds from the run's begin to the round's end.
-        spent_of_rounds: `spent` before the visits after the last round.
+        extra_work_of_rounds: `extra_work` before the visits after the last round.
     """
 
     bytes_up: int = 0
     bytes_down: int = 0
     steps: int = 0
-    spent: dict[str, int] = field(default_factory=dict)
+    extra_work: dict[str, int] = field(default_factory=dict)
     virtual_time: float = 0.0
     seconds: float = 0.0
     evaluation_seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
-    spent_of_rounds: dict[str, int] = field(default_factory=dict)
+    extra_work_of_rounds: dict[str, int] = field(default_factory=dict)
     _clock: float = field(default_factory=time.monotonic)
     _counted: dict[str, float] = field(default_factory=dict)  # what the whole of the history adds up to
 
@@ -54,7 +54,7 @@ class Costs:
         steps = "fine_tuning_steps" if after_last_round else "own_steps"
         for name, count in ((steps, update.own_steps), ("selections", update.selections)):
             if count:
-                self.spent[name] = self.spent.get(name, 0) + count
+                self.extra_work[name] = self.extra_work.get(name, 0) + count
 
     def end_round(self, round: int, has_clock: bool) -> None:
         """Add the cost of a round just finished (or of the visits after the last one) to the history.
@@ -83,7 +83,7 @@ class Costs:
             self.bytes_down -= int(entry["bytes_down"])
             self.steps -= int(entry["steps"])
             self.seconds -= entry["seconds"]
-        self.spent = dict(self.spent_of_rounds)
+        self.extra_work = dict(self.extra_work_of_rounds)
 
     def state(self) -> dict[str, Any]:
         """Return what a saved state keeps of it."""
@@ -91,8 +91,8 @@ class Costs:
             "seconds": self.seconds,
             "evaluation_seconds": self.evaluation_seconds,
             "history": self.history,
-            "spent_of_rounds": self.spent_of_rounds,
-            "spent": self.spent,
+            "spent_of_rounds": self.extra_work_of_rounds,
+            "spent": self.extra_work,
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -100,10 +100,13 @@ class Costs:
         self.seconds = float(saved["seconds"])
         self.evaluation_seconds = float(saved["evaluation_seconds"])
         self.history = list(saved["history"])
-        self.spent_of_rounds, self.spent = _spent(saved["spent_of_rounds"]), _spent(saved["spent"])
+        self.extra_work_of_rounds, self.extra_work = (
+            _read_extra_work(saved["spent_of_rounds"]),
+            _read_extra_work(saved["spent"]),
+        )
 
 
-def _spent(saved: Any) -> dict[str, int]:
-    """Return what a saved state says was spent."""
+def _read_extra_work(saved: Any) -> dict[str, int]:
+    """Return the extra work in a saved state."""
     entries = saved if isinstance(saved, Mapping) else {}
     return {name: int(entries[name]) for name in SPENT if isinstance(entries.get(name), int)}

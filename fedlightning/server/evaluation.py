@@ -18,7 +18,7 @@ from fedlightning.client.requests import Evaluate, Scores
 from fedlightning.contract import POOLED
 from fedlightning.contract.messages import GLOBAL, Update
 from fedlightning.engines.attempts import stop_at
-from fedlightning.engines.base import Engine
+from fedlightning.engines.contract import Engine
 from fedlightning.engines.score_tasks import Lost, Place, ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.errors import warn
 from fedlightning.scores.rows import EVERYBODY, LATEST, LOCAL, Gap, Row

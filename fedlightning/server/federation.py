@@ -11,12 +11,12 @@ from typing import Any
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract import POOLED, SumCodec
 from fedlightning.contract.messages import Update
-from fedlightning.engines.attempts import FederationError, in_order
-from fedlightning.engines.base import ClientRecords, Engine
+from fedlightning.engines.attempts import FederationError, sort_failures
+from fedlightning.engines.contract import ClientRecords, Engine
 from fedlightning.run.recorder import Recorder
 from fedlightning.scores.rows import LOCAL, Row, of_clients
 from fedlightning.server import evaluation as stage_scores
-from fedlightning.server import population as statistics
+from fedlightning.server import population
 from fedlightning.server.costs import Costs
 from fedlightning.server.loop import Loop, Synchronous, messages
 from fedlightning.server.parts import Parts
@@ -105,7 +105,7 @@ class Federation:
     def begin(self) -> None:
         """Begin a new federation: tell the callbacks and the parts."""
         if self.engine.statistics is not None and self.recorder.run is not None and self.recorder.writes:
-            statistics.keep(self.engine, self.recorder.run.path)
+            population.keep(self.engine, self.recorder.run.path)
         self.server.callbacks.event("on_federation_start", self.server)
         self.parts.tell("on_begin", self)
 
@@ -203,7 +203,7 @@ class Federation:
         if owner is None:
             return
         server.round = self.rounds_done
-        self.costs.spent_of_rounds = dict(self.costs.spent)
+        self.costs.extra_work_of_rounds = dict(self.costs.extra_work)
         jobs = [replace(job, returns=()) for job in owner.final_jobs(server)]
         for update in self.engine.run(messages(server, jobs), Evaluate()):
             self.costs.steps += update.steps
@@ -234,13 +234,13 @@ class Federation:
                 "evaluation": summarise_evaluation(self.server),
                 "evaluation_seconds": round(self.costs.evaluation_seconds, 3),
             }
-            | {"terms": summarise_terms(self.server, sorted(self._kept()), self._validations())}
+            | {"terms": summarise_terms(self.server, sorted(self._selected_names()), self._validations())}
             | ({"stopped": self.server.stopped} if self.server.rounds < self.server.max_rounds else {})
-            | ({"failures": in_order(self.server.failures, self.server.clients)} if self.server.failures else {})
+            | ({"failures": sort_failures(self.server.failures, self.server.clients)} if self.server.failures else {})
             | self.parts.summary(self)
         )
 
-    def _kept(self) -> set[str]:
+    def _selected_names(self) -> set[str]:
         """Return the names of all selected models, the server's and the clients'."""
         kept = {entry["name"] for entry in self.server.checkpoints.values()}
         return kept | {e["name"] for client in self.store for e in self.store.note(client).checkpoints.values()}
@@ -281,7 +281,7 @@ class Federation:
     def evaluate(self, split: str, checkpoint: str) -> list[Row]:
         """Score the models as they stand, or as callbacks selected them; see `FederatedTrainer.test`."""
         server = self.server
-        kept = self._kept()
+        kept = self._selected_names()
         if checkpoint not in {"latest", "all", *kept}:
             raise ValueError(
                 f"There is no checkpoint '{checkpoint}' in this run; it has {sorted({'latest', *kept})}. "

@@ -18,7 +18,7 @@ from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract import POOLED, AsynchronousMethod, Change, ClientSelection, Job, Plan
 from fedlightning.contract.messages import JobTrace, Message, Update, contributors
-from fedlightning.engines.base import Engine
+from fedlightning.engines.contract import Engine
 from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import Counts, Range, check_on_creation, make_init, needs
 from fedlightning.server.round_clock import NO_CLOCK, Clock
@@ -321,9 +321,9 @@ def start_plan(server: Server) -> tuple[Plan, list[Job] | None]:
         plan = no_plan()
         return plan, next(plan, None)
     plan = default_plan(server) if owner is None else owner.plan_round(server)
-    server.participation.asked = False
+    server.participation.is_requested = False
     jobs = next(plan, None)
-    if chooser is not None and owner is not None and not server.participation.asked:
+    if chooser is not None and owner is not None and not server.participation.is_requested:
         raise ConfigurationError(
             f"{chooser.key} says who takes part in a round, and {owner.key} plans round {server.round + 1} without asking: "
             f"that would have no effect. Leave {chooser.key} out."

@@ -16,7 +16,7 @@ from fedlightning.client.blueprint import Blueprint
 from fedlightning.contract import FederatedCallback
 from fedlightning.contract.messages import GLOBAL
 from fedlightning.errors import ConfigurationError
-from fedlightning.scores.metrics import bounds_of
+from fedlightning.scores.metric_names import bounds_of
 from fedlightning.tensors import EntryKind, State, clone, entry_kinds, module_state, tied_names
 from fedlightning.wrappers import user_class
 

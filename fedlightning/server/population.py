@@ -13,14 +13,14 @@ from typing import Any
 
 from fedlightning.client.runtime import refuse_uncounted
 from fedlightning.contract import FederatedCallback
-from fedlightning.datamodules.base import sort_clients
-from fedlightning.datamodules.statistics import chosen_words
-from fedlightning.engines.base import Engine
+from fedlightning.datamodules.agreed_statistics import chosen_words
+from fedlightning.datamodules.federated_data import sort_clients
+from fedlightning.engines.contract import Engine
 from fedlightning.errors import ConfigurationError
 from fedlightning.storage.files import read_json, readable_json, write_text_atomically, writing
 
 FILE = "statistics.json"
-FEWEST = 3
+MIN_SITES = 3
 """Fewest sites behind a sum: of two, each subtracts its own and has the other's."""
 MOST_WORDS = 100_000
 
@@ -110,10 +110,10 @@ def total(statistics: Mapping[str, Any], site_of: Any = lambda client: client) -
                 givers.setdefault(name, set()).add(site_of(client))
     for name in form:
         count = len(givers.get(name, ()))
-        if count < FEWEST:
+        if count < MIN_SITES:
             raise ConfigurationError(
-                f"'{name.partition(' ')[2]}' has enough values to give at {count} sites; sums take {FEWEST} or more, since "
-                "of two each could subtract its own. Use scale: local, give statistics for the column, or drop it."
+                f"'{name.partition(' ')[2]}' has enough values to give at {count} sites; sums take {MIN_SITES} or more, "
+                "since of two each could subtract its own. Use scale: local, give statistics for the column, or drop it."
             )
     return sums
 
@@ -200,11 +200,11 @@ class Participation:
 
     Attributes:
         share: A share (float in (0, 1]) or a number (int) of clients.
-        asked: Whether the clients of a round were asked for since it was planned.
+        is_requested: Whether the clients of a round were asked for since it was planned.
     """
 
     share: int | float = 1.0
-    asked: bool = False
+    is_requested: bool = False
 
     @property
     def is_everybody(self) -> bool:

@@ -79,15 +79,15 @@ class RichProgress(Part):
             self.console.print(f"round {round + 1}/{self.max_rounds}  {text}", highlight=False, soft_wrap=True)
 
 
-def score_line(round: int, rows: Sequence[Row], limit: int = 2) -> str:
-    """Mean local validation scores of the round, at the first stage that has them."""
+def score_line(round: int, rows: Sequence[Row]) -> str:
+    """Two mean local validation scores of the round, at the first stage that has them."""
     now = [row for row in rows if row.round == round + 1 and row.data == "local" and row.split == "val"]
     for stage in ("G", "L1", "L2"):
         metrics: dict[str, list[float]] = {}
         for row in now:
             if row.stage == stage:
                 metrics.setdefault(row.metric, []).append(row.value)
-        shown = [text for name, values in metrics.items() if (text := _mean_text(name, values))][:limit]
+        shown = [text for name, values in metrics.items() if (text := _mean_text(name, values))][:2]
         if shown:
             return f"{stage}: " + "  ".join(shown)
     return ""

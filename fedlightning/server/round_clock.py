@@ -11,7 +11,7 @@ from fedlightning.contract.messages import JobTrace, Message, Update
 from fedlightning.tensors import State
 
 if TYPE_CHECKING:
-    from fedlightning.engines.base import Engine
+    from fedlightning.engines.contract import Engine
     from fedlightning.server.server import Server
 
 
@@ -21,13 +21,13 @@ class RoundClock:
     Attributes:
         takes_time: Whether clients may be away or late.
         trips: The jobs that came back, for the timeline.
-        heard: By client whose update is being combined, and by neighbour, the latest model that the neighbour has sent
-            it, with the number of steps that the neighbour had taken: in a loop that delivers such messages.
+        neighbour_models: By client whose update is being combined, and by neighbour, the latest model that the neighbour has
+            sent it, with the number of steps that the neighbour had taken: in a loop that delivers such messages.
     """
 
     takes_time = False
     trips: Sequence[JobTrace] = ()
-    heard: Mapping[str, Mapping[str, tuple[int, State]]] = {}
+    neighbour_models: Mapping[str, Mapping[str, tuple[int, State]]] = {}
 
     def is_reachable(self, client: str) -> bool:
         """Return whether a client can be reached as the round begins."""

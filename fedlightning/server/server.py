@@ -26,7 +26,7 @@ from fedlightning.contract import (
     UpdateCodec,
 )
 from fedlightning.contract.messages import GLOBAL, Message, Update, check_extras, contributors, tree_bytes
-from fedlightning.datamodules.base import sort_clients
+from fedlightning.datamodules.federated_data import sort_clients
 from fedlightning.engines.attempts import WITHOUT, add_site_name
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.layers import expand
@@ -226,7 +226,7 @@ class Server:
         Raises:
             ConfigurationError: If a callback names a client twice, or one that the federation does not have.
         """
-        self.participation.asked = True
+        self.participation.is_requested = True
         owner = self.callbacks.answering(ClientSelection, "participants")
         if owner is not None:
             return self._named(owner.key, list(owner.participants(self)))

@@ -32,7 +32,7 @@ OF_RUN = ("accelerator", "precision", "plugins", "deterministic", "benchmark", "
 """Arguments of the run's Trainers that a fit at the server has too: device and precision."""
 EPOCHS_OF_A_ROUND = 2**31
 """More than any fit has, so that its epochs never get the address of another round's."""
-LOOKS = 10
+VALIDATIONS = 10
 """Validations within the patience, or within the steps where there is none."""
 
 
@@ -138,7 +138,7 @@ class ServerTraining:
         wrapped = _Fit(module, loss, optimizer, scheduler)
         best = None
         if validate is not None:
-            best = _Best(module, validate, patience, max(1, (patience or work) // LOOKS), work)
+            best = _Best(module, validate, patience, max(1, (patience or work) // VALIDATIONS), work)
         modes = {part: part.training for part in module.modules()}
         if not module.training:
             module.train()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -15,8 +15,8 @@ from fedlightning.client.data_summary import DataSummary
 from fedlightning.client.fit import have_memory
 from fedlightning.compat.system import peak_memory_mb
 from fedlightning.contract import CallbackList, FederatedCallback
-from fedlightning.datamodules.base import SPLITS
-from fedlightning.engines.base import Engine
+from fedlightning.datamodules.federated_data import SPLITS
+from fedlightning.engines.contract import Engine
 from fedlightning.run.folder import versions
 from fedlightning.server.costs import SPENT
 from fedlightning.server.model_store import describe
@@ -68,7 +68,7 @@ def summarise_terms(server: Server, kept: Sequence[str], validations: int) -> di
         ),
         "weighting": weighting_of(server.callbacks) if server.returned_names() else None,
         "local_steps": server.costs.steps,
-        **{name: server.costs.spent.get(name, 0) for name in SPENT},
+        **{name: server.costs.extra_work.get(name, 0) for name in SPENT},
         "selection": dict.fromkeys(kept, validations),
     }
 
@@ -94,7 +94,7 @@ def summary_of(
         "data": describe_data(
             engine.describe(details=("classes", "splits", "public")),
             None if listed is server.clients else listed,
-            server.callbacks.withholding("classes") != "",
+            server.callbacks.withheld_splits,
         ),
         **({"sites": by_site(server.sites, [*server.clients, *server.held_out])} if server.sites else {}),
         "callbacks": callbacks,
@@ -155,21 +155,23 @@ def listed_clients(server: Server, engine: Engine) -> list[str]:
     return [client for client in server.clients if client in engine.store or client in scored]
 
 
-def describe_data(data: DataSummary, clients: Sequence[str] | None = None, withheld: bool = False) -> dict[str, Any]:
+def describe_data(
+    data: DataSummary, clients: Sequence[str] | None = None, withheld: Collection[str] = ()
+) -> dict[str, Any]:
     """Describe who holds what; two runs are on the same split where `splits` agree.
 
     Args:
         data: What is known of the data.
         clients: The clients to describe; `None`: all.
-        withheld: Leave out what would tell of single training samples: their classes, and who holds which.
+        withheld: Splits of which to leave out what would tell of single samples: their classes, and who holds which.
     """
-    splits = SPLITS[1:] if withheld else SPLITS
+    private = "train" in withheld
     return {
         "module": data.module,
         "partition": data.partition_name,
-        "splits": {split: data.splits[split] for split in splits if split in data.splits},
-        **({"class_names": data.class_names} if data.class_names and not withheld else {}),
-        "clients": describe_clients(data, data.client_ids if clients is None else clients, withheld),
+        "splits": {split: data.splits[split] for split in SPLITS if split in data.splits and split not in withheld},
+        **({"class_names": data.class_names} if data.class_names and not private else {}),
+        "clients": describe_clients(data, data.client_ids if clients is None else clients, private),
         **({} if data.planted_groups is None else {"groups": data.planted_groups}),
         **({} if data.public is None else {"public": data.public}),
     }

@@ -22,7 +22,7 @@ from fedlightning.scores.rows import not_scored
 from fedlightning.server.evaluation import ScoringError
 from fedlightning.server.server import Server
 from fedlightning.tensors import State, WeightedMean, clone, equal, has_mean, load_state, module_state, narrow, widen
-from fedlightning.tensors.modules import keeps_vectors, settle
+from fedlightning.tensors.entries import keeps_vectors, settle
 
 
 class Aggregation:

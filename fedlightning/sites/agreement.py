@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -77,9 +77,19 @@ CODE = "code"
 """Entry of `splits` that stands for the code of the data module."""
 
 
-def leaving(summary: DataSummary, key: bytes, code: str, public: bool) -> DataSummary:
-    """Return what leaves of a description."""
+def leaving(summary: DataSummary, key: bytes, code: str, public: bool, withheld: Collection[str]) -> DataSummary:
+    """Return what leaves of a description.
+
+    Args:
+        summary: The description.
+        key: The site's key.
+        code: Hash of the code of the data module.
+        public: Whether the server has public data.
+        withheld: Splits of which no hash tells whether their samples are those of an earlier run.
+    """
     summary = replace(summary, splits={**summary.splits, CODE: code} if summary.splits else {})
+    if withheld:
+        summary = replace(summary, splits={**summary.splits, **dict.fromkeys(withheld, "")}, content=None)
     changed: dict[str, Any] = {}
     for name in (field.name for field in fields(summary)):
         value, how = getattr(summary, name), LEAVES[name]
@@ -177,12 +187,14 @@ def held_values(model: nn.Module) -> dict[str, Any]:
         attrs = {name: value for name, value in vars(module).items() if not name.startswith("_")}
         attrs |= {name: value for name, value in module.named_buffers(recurse=False) if f"{place}{name}" not in sent}
         contents |= {
-            f"model.{place}{name} (held)": text for name, value in attrs.items() if (text := _told(value)) is not None
+            f"model.{place}{name} (held)": text
+            for name, value in attrs.items()
+            if (text := _make_comparable(value)) is not None
         }
     return contents
 
 
-def _told(value: Any) -> Any:
+def _make_comparable(value: Any) -> Any:
     """Return a value as it can be compared between machines; `None` if it cannot, or is compared as an option."""
     if isinstance(value, np.ndarray) and value.dtype != object:
         value = torch.from_numpy(np.ascontiguousarray(value)) if value.dtype.kind in "biufc" else value.tolist()

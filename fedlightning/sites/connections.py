@@ -1,4 +1,4 @@
-"""Who is connected, and requests and replies: :class:`Connections` greets sites, and those again that have forgotten."""
+"""Who is connected, and requests and replies: sites are greeted, and those again that have forgotten."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Connections:
             must tell the same.
         refused: Why a node does not take part.
         since: When each site that is here came, or came anew, by its name; seconds since 1970.
-        heard: When each site last answered, by its name.
+        last_answers: When each site last answered, by its name.
         allow_other_code: Whether a site may have other code under the same names.
         answers: How often each site has answered or was greeted, by its name.
     """
@@ -98,7 +98,7 @@ class Connections:
     relied: tuple[str, Mapping[str, Any]] = ("", MappingProxyType({}))
     refused: dict[str, str] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
-    heard: dict[str, float] = field(default_factory=dict)
+    last_answers: dict[str, float] = field(default_factory=dict)
     allow_other_code: bool = False
     answers: Counter[str] = field(default_factory=Counter)
     _replaced: dict[str, str] = field(default_factory=dict)  # by node: a site that is here by another node now
@@ -135,16 +135,16 @@ class Connections:
             for number, request in self._requests.items()
             if request.node in nodes or request.what not in ("hello", "notice")
         }
-        greeted = self._asked("hello")
+        greeted = self._find_unanswered("hello")
         for node in sorted(nodes - set(self._replaced)):
             is_refused = self.refused.get(node, "").startswith(session)
             waits = node in greeted or (is_refused and self.clock() - self._heard.get(node, 0.0) < ANEW)
             if self._greeted.get(node) != session and not waits:
                 self._greeted.pop(node, None)
                 self._post(node, self.hello(), "hello", session)
-        return len(self._asked("hello")) - len(greeted)
+        return len(self._find_unanswered("hello")) - len(greeted)
 
-    def _asked(self, what: str) -> list[str]:
+    def _find_unanswered(self, what: str) -> list[str]:
         """Return the nodes that have not replied to a kind of request yet."""
         return [request.node for request in self._requests.values() if request.what == what]
 
@@ -159,12 +159,12 @@ class Connections:
             if now - self._heard.get(node, now) > LOST:
                 self._drop(node, "ping")
             self._ask(node)
-        for node in set(self._asked("task")):
+        for node in set(self._find_unanswered("task")):
             if now - self._heard.get(node, now) > PING:
                 self._ask(node)
 
     def _ask(self, node: str) -> None:
-        if node not in self._asked("ping") and self.is_ready(node):
+        if node not in self._find_unanswered("ping") and self.is_ready(node):
             self._post(node, {"do": "ping", "session": self.session()}, "ping")
 
     def _drop(self, node: str, what: str) -> list[str]:
@@ -186,7 +186,7 @@ class Connections:
             self._heard[node] = self.clock()
             is_lost = "lost" in content  # this one only, on the way
             if node in self.names and not is_lost:
-                self.heard[self.names[node]] = time.time()
+                self.last_answers[self.names[node]] = time.time()
                 self.answers[self.names[node]] += 1
             if request.what == "task" and "unknown" in content and not is_lost:
                 replies += self._forgotten(node)
@@ -214,7 +214,7 @@ class Connections:
     def tell(self, timeout: float) -> None:
         """Wait until sites that are refused have been told why."""
         ends = self.clock() + timeout
-        while self._asked("notice") and self.clock() < ends:
+        while self._find_unanswered("notice") and self.clock() < ends:
             self.greet()
             self.receive(min(timeout, 1.0))
 
@@ -344,9 +344,9 @@ class Connections:
             self.since.pop(name, None)
         self._replaced.pop(node, None)
         self.names[node] = name
-        self.heard[name] = time.time()
+        self.last_answers[name] = time.time()
         self.answers[name] += 1
-        self.since.setdefault(name, self.heard[name])
+        self.since.setdefault(name, self.last_answers[name])
 
     def _leave(self, name: str) -> None:
         if name not in self.names.values():

@@ -16,13 +16,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from fedlightning.client.data_summary import DataSummary, Detail
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract.messages import Update
-from fedlightning.datamodules.base import sort_clients
+from fedlightning.datamodules.federated_data import sort_clients
 from fedlightning.datamodules.held_out import WithoutClients
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.attempts import WITHOUT, add_site_name
-from fedlightning.engines.base import Engine, RecordNote, Task
+from fedlightning.engines.contract import Engine, RecordNote, Task
 from fedlightning.errors import ConfigurationError
-from fedlightning.sites import code_hashes as code
+from fedlightning.sites import code_hashes
 from fedlightning.sites.agreement import agreement, digest
 from fedlightning.sites.connections import PING, Connections, Reply
 from fedlightning.sites.link import Link
@@ -30,7 +30,7 @@ from fedlightning.sites.message_checks import check_shares, fault, in_lines, is_
 from fedlightning.sites.server_log import Doing, log_of_server
 from fedlightning.sites.site_log import SiteStore
 from fedlightning.sites.status import printable, stamped
-from fedlightning.sites.task_bounds import in_words
+from fedlightning.sites.task_bounds import describe_task
 from fedlightning.sites.task_window import BUDGET, Entry, Window
 from fedlightning.tensors import module_state, state_digest
 
@@ -144,10 +144,10 @@ class SitesEngine(Engine):
         self.versions = store
         self.connections = Connections(link, self._hello, self._session, lambda: self.attempts.clock())
         self.connections.allow_other_code = allow_other_code
-        self._code = code.of_blueprint(runner.blueprint)
+        self._code = code_hashes.of_blueprint(runner.blueprint)
         self.absent, self._max_share = UnreachableSites(self.connections), max_share
         self.log = log_of_server(link.expected)
-        self._wanted = link.expected
+        self._sites_expected = link.expected
         self._waits_for = ""  # what keeps the run from its beginning, for the log
         self._stage = "fit"
         self._public: dict[str, Any] | None = None
@@ -196,7 +196,7 @@ class SitesEngine(Engine):
         session, weights = self._session(), module_state(self.runner.blueprint.template)
         return {"do": "hello", "session": session, "template": weights, **self._about()}
 
-    def _known(self, session: str) -> DataSummary | None:
+    def _find_summary(self, session: str) -> DataSummary | None:
         return self._merged[1] if self._merged is not None and self._merged[0] == session else None
 
     # -- the data ----------------------------------------------------------------------------------------------------
@@ -205,16 +205,16 @@ class SitesEngine(Engine):
         self.runner.set_up(stage)  # public data, if there are any
         self._public = public_facts(self.runner.data)
         last_sentence = ""
-        while len(self.connections.names) < self._wanted:
-            if (waits := self.connections.waits(self._wanted)) != last_sentence:
+        while len(self.connections.names) < self._sites_expected:
+            if (waits := self.connections.waits(self._sites_expected)) != last_sentence:
                 rank_zero_info(stamped(last_sentence := waits))
-            self._waits_for = f"waits for sites: {len(self.connections.names)} of {self._wanted} are here"
+            self._waits_for = f"waits for sites: {len(self.connections.names)} of {self._sites_expected} are here"
             self._listen()
         self._waits_for = ""
 
     def leave_out(self, clients: Collection[str]) -> None:
         if clients:
-            self.runner.know(self.runner.described.without(clients))
+            self.runner.know(self.runner.described.exclude(clients))
             self._left_out += clients
 
     def measure(self) -> dict[str, dict[str, Any]]:
@@ -235,7 +235,7 @@ class SitesEngine(Engine):
         if leave_out:
             return self._merge(self._ask_all({"do": "describe", "leave_out": list(leave_out)}))
         session = self._session()
-        summary = self._known(session)
+        summary = self._find_summary(session)
         if summary is None:
             summary_by_site = self._ask_all(
                 {"do": "describe", "leave_out": []},
@@ -270,7 +270,7 @@ class SitesEngine(Engine):
         self.log.look(self.connections, self._doing, self._waits_for)
         for node in self.connections.refused:
             self.connections.names.pop(node, None)
-        now, waits = self.attempts.clock(), len(self.connections.names) < max(self._wanted, len(self._members))
+        now, waits = self.attempts.clock(), len(self.connections.names) < max(self._sites_expected, len(self._members))
         self._refused = {node: self._refused.get(node, now) for node in self.connections.refused}
         for node, since in self._refused.items():  # others begin without it, where they are enough
             if waits and now > since + MENDING:
@@ -326,7 +326,7 @@ class SitesEngine(Engine):
         return answers[0]
 
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
-        """Yield the answers of tasks in their order; see :meth:`fedlightning.engines.base.Engine.map`."""
+        """Yield the answers of tasks in their order; see :meth:`fedlightning.engines.contract.Engine.map`."""
         source, window, is_over = iter(tasks), self._window, False
         self.close()
         if self.absent.marked:  # they may have answered since, or are here again
@@ -410,7 +410,7 @@ class SitesEngine(Engine):
         for entry in self._window:
             name = self.connections.names.get(self.connections.where.get(entry.client, ""))
             if entry.sent is not None and name is not None and name not in work_by_site:
-                work_by_site[name] = in_words(entry.task), entry.task.address[0]
+                work_by_site[name] = describe_task(entry.task), entry.task.address[0]
         return work_by_site
 
     def _unsend(self, entry: Entry) -> None:

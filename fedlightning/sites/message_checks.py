@@ -29,16 +29,16 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.compat.sheets import is_formula
 from fedlightning.contract.messages import Update
 from fedlightning.deployment.export import Deployed
-from fedlightning.engines.base import Task, Visit
+from fedlightning.engines.contract import Task, Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.guards.preflight_task import PreflightTask, StepFinding
 from fedlightning.guards.step_trials import StepTrial
 from fedlightning.scores.rows import Gap, Row
 from fedlightning.sites.connections import SENTENCE
-from fedlightning.sites.runs import is_run
+from fedlightning.sites.run_quotas import is_run
 from fedlightning.sites.status import printable
-from fedlightning.sites.task_window import MOST
+from fedlightning.sites.task_window import MAX_TASKS_AHEAD
 from fedlightning.wire.objects import check_of
 
 FIXED = (
@@ -72,7 +72,9 @@ class Texts:
     def __init__(self, folder: Path, allowed: bool = False) -> None:
         self.file = folder / FILE
         self.allowed = allowed
-        self._known: list[tuple[BaseException, str]] = []  # of one task: an error that is told twice has one reference
+        self._references: list[
+            tuple[BaseException, str]
+        ] = []  # of one task: an error that is told twice has one reference
 
     def of_error(self, error: BaseException) -> str:
         """Return what leaves of an error: its sentence, or its kind and a reference."""
@@ -82,7 +84,7 @@ class Texts:
 
     def of_answer(self, task: Any, answer: Any, errors: Sequence[BaseException] = (), ours: bool = False) -> Any:
         """Return an answer as it may leave."""
-        self._known = []
+        self._references = []
         if isinstance(answer, Deployed):
             answer = replace(answer, path=answer.path and self._below(answer.path))
         if self.allowed:
@@ -121,18 +123,18 @@ class Texts:
         """Return what leaves instead of a text that one of some errors may have given: the last, if it quotes none."""
         quoted = [error for error in errors if describe_error(error) in text] or errors
         if not quoted:
-            return f"a text that stays at its site ({self._kept(text)})"
+            return f"a text that stays at its site ({self._write_aside(text)})"
         return describe_error(quoted[-1]) if _is_fixed(quoted[-1]) else self._kind(quoted[-1], text)
 
     def _kind(self, error: BaseException, text: str = "") -> str:
-        reference = next((name for seen_error, name in self._known if seen_error is error), None)
+        reference = next((name for seen_error, name in self._references if seen_error is error), None)
         if reference is None:
             trace = "".join(traceback.format_exception(error))
-            reference = self._kept(f"{text}\n{trace}" if text else trace)
-            self._known.append((error, reference))
+            reference = self._write_aside(f"{text}\n{trace}" if text else trace)
+            self._references.append((error, reference))
         return f"{_known_kind(error)} ({reference})"
 
-    def _kept(self, text: str) -> str:
+    def _write_aside(self, text: str) -> str:
         """Write a text into the site's own file; return the words that refer to it."""
         reference = uuid.uuid4().hex[:8]
         text = text.encode("utf-8", "backslashreplace").decode()
@@ -251,7 +253,8 @@ ENVELOPES: dict[str, dict[str, Rule]] = {
     "turned away": {"why": when(lambda here, value: type(value) is str, "it is a sentence")},
     "tasks": {
         "tasks": when(
-            lambda here, value: isinstance(value, list) and len(value) <= MOST, f"it is a list of at most {MOST}"
+            lambda here, value: isinstance(value, list) and len(value) <= MAX_TASKS_AHEAD,
+            f"it is a list of at most {MAX_TASKS_AHEAD}",
         ),
         "budget": when(
             lambda here, value: isinstance(value, int | float) and 0 <= value < math.inf, "it is a number of seconds"
@@ -268,7 +271,8 @@ ENVELOPES: dict[str, dict[str, Rule]] = {
         ),
         "keep": when(
             lambda here, value: (
-                value is None or (isinstance(value, list) and len(value) <= MOST and all(map(_is_word, value)))
+                value is None
+                or (isinstance(value, list) and len(value) <= MAX_TASKS_AHEAD and all(map(_is_word, value)))
             ),
             "it names the versions of a record that stay",
         ),

@@ -71,7 +71,7 @@ class ServerLog:
         self._sites = {name: SiteStatus(name) for name in map(_name, site_names)}
         self._refused: dict[str, SiteStatus] = {}  # by node
         self._began: dict[str, float] = {}
-        self._seen: set[str] = set()
+        self._greeted_sites: set[str] = set()
 
     def look(self, connections: Connections, doing: Callable[[], Doing], waits_for: str = "") -> None:
         """Take in what has changed, and write it down when it is time to."""
@@ -82,7 +82,7 @@ class ServerLog:
         now, work = self._clock(), doing()
         for name, site in self._sites.items():
             self._does(site, work.get(name) if site.state == "connected" else None, now)
-            site.heard = connections.heard.get(name, site.heard)
+            site.heard = connections.last_answers.get(name, site.heard)
         self._write()
 
     def end(self, outcome: str) -> None:
@@ -116,11 +116,11 @@ class ServerLog:
 
     def _here(self, site: SiteStatus, connections: Connections, since: float) -> None:
         clients = connections.clients[site.name]
-        again = site.name in self._seen
+        again = site.name in self._greeted_sites
         site.clients = [printable(client, NAME) for client in clients]
         site.state, site.since, site.reason = "connected", since, ""
         self._began[site.name] = since
-        self._seen.add(site.name)
+        self._greeted_sites.add(site.name)
         if again:
             self._say(f"Site '{site.name}' is back.")
             return

@@ -24,10 +24,10 @@ from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.codec.tree import file_of, load
 from fedlightning.compat.system import file_name_of
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.deployment.export import Deploy
-from fedlightning.engines.base import RecordNote, Visit
+from fedlightning.engines.contract import RecordNote, Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
 from fedlightning.errors import ConfigurationError
 from fedlightning.guards.preflight_task import PreflightTask
@@ -35,10 +35,10 @@ from fedlightning.guards.step_trials import StepTrial
 from fedlightning.privacy.outgoing import make_outgoing_filter
 from fedlightning.resume.config_changes import differences
 from fedlightning.server.population import refuse_statistics
-from fedlightning.sites import code_hashes as code
+from fedlightning.sites import code_hashes
 from fedlightning.sites.agreement import DETAILS, agreement, leaving, own_key, refusal_of_changes, versions
 from fedlightning.sites.message_checks import ENVELOPES, Texts, fault_of_request
-from fedlightning.sites.runs import MOST, Asked, make_room
+from fedlightning.sites.run_quotas import MAX_RUNS, RequestCounts, make_room
 from fedlightning.sites.site_log import SiteLog
 from fedlightning.sites.task_bounds import GREETED, Here, fault, kind_of, out_of_turn
 from fedlightning.storage.files import (
@@ -174,7 +174,7 @@ class Session:
     key: str
     run: str
     runner: ClientRuntime
-    asked: Asked
+    request_counts: RequestCounts
     public: bool = False
     other_code: Collection[str] = ()
     summary: DataSummary | None = None
@@ -206,12 +206,13 @@ class Site:
         export: bool = False,
         send_texts: bool = False,
         allow_other_code: bool = False,
-        most_runs: int = MOST,
+        most_runs: int = MAX_RUNS,
     ) -> None:
         self.name = name
         self.log = SiteLog(None, name, say=lambda line: None)
-        self._code, self._allow_other_code = code.of_blueprint(blueprint), allow_other_code  # now: what was imported
-        self._data_code, self._key = code.digest(code.of_objects([data, *_within(data)])), own_key(folder / "key")
+        self._code = code_hashes.of_blueprint(blueprint)  # now: what was imported
+        self._data_code = code_hashes.digest(code_hashes.of_objects([data, *_within(data)]))
+        self._allow_other_code, self._key = allow_other_code, own_key(folder / "key")
         self.records = Records(folder / "records")
         self.texts = Texts(folder, send_texts)
         self._folder = folder
@@ -223,15 +224,14 @@ class Site:
         self._session: Session | None = None
         self._stages: set[str] = set()
         self._public: dict[str, Any] | None = None
-        self._given: dict[
-            tuple[str, str], bytes
-        ] = {}  # the last reply to each client: a task that comes again is known
+        # the last reply to each client: a task that comes again is known
+        self._answers: dict[tuple[str, str], bytes] = {}
 
     def answer(self, request: bytes) -> bytes:
         """Carry out a request and return the reply. Whatever goes wrong is a reply too, in a sentence."""
-        return self._said(lambda: self._reply(request))
+        return self._reply_or_refuse(lambda: self._reply(request))
 
-    def _said(self, work: Callable[[], bytes]) -> bytes:
+    def _reply_or_refuse(self, work: Callable[[], bytes]) -> bytes:
         try:
             return work()
         except BaseException as error:  # sys.exit in the user's code, too, ends no site
@@ -258,13 +258,13 @@ class Site:
             return self._tasks(session, asked)
         if asked["do"] in ("measure", "describe"):
             _refuse(fault_of_request(asked["do"], asked))
-            session.asked.count(asked["do"], -1, [""], GREETED)
+            session.request_counts.count(asked["do"], -1, [""], GREETED)
         if asked["do"] == "measure":
             return write({"answer": self._measured(session)})
         if asked["do"] == "describe":
             here = {*session.runner.data.client_ids}  # others are left out where they are
             leave_out = [client for client in asked["leave_out"] if client in here]
-            return write({"answer": self._told(session.runner.describe(leave_out, DETAILS), session)})
+            return write({"answer": self._leave_out_private(session.runner.describe(leave_out, DETAILS), session)})
         return write({"answer": None})
 
     # -- a run -------------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class Site:
             self.log.joined(self._session.run, self._leaves(self._session.runner))
         session = self._session
         if session.summary is None:
-            session.summary = self._told(session.runner.describe(details=DETAILS), session)
+            session.summary = self._leave_out_private(session.runner.describe(details=DETAILS), session)
         return {
             "answer": {
                 "name": self.name,
@@ -322,8 +322,8 @@ class Site:
         }
         return ", or ".join(outgoing) + "".join(f"; {what}" for what, yes in allowed.items() if yes)
 
-    def _told(self, summary: DataSummary, session: Session) -> DataSummary:
-        return leaving(summary, self._key, self._data_code, session.public)
+    def _leave_out_private(self, summary: DataSummary, session: Session) -> DataSummary:
+        return leaving(summary, self._key, self._data_code, session.public, session.runner.callbacks.withheld_splits)
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
         theirs, ours = asked.get("agreement"), agreement(self._blueprint)
@@ -340,7 +340,7 @@ class Site:
                 f"the server asks for the models of the clients (export='server'), and site '{self.name}' does not give "
                 "them away. Start the site with --export server to allow it, or the server without."
             )
-        other = code.differences(asked["code"], self._code)
+        other = code_hashes.differences(asked["code"], self._code)
         if other and not self._allow_other_code:
             raise RefusedError(
                 f"the server's code is not that of site '{self.name}': {'; '.join(other[:5])}"
@@ -363,7 +363,7 @@ class Site:
                 )
             runner.agree(asked["statistics"])
         make_room(self._folder, asked["run"], self._most_runs)
-        codes = {"hashes of the code": [code.digest(self._code), self._data_code]}
+        codes = {"hashes of the code": [code_hashes.digest(self._code), self._data_code]}
         changed = refusal_of_changes(
             runner, ours | codes, self._key, self._folder / "configurations" / f"{asked['run']}.json"
         )
@@ -371,8 +371,8 @@ class Site:
             raise RefusedError(changed)
         here = set(runner.data.client_ids)
         runner.leave_out([client for client in asked["left_out"] if client in here])
-        self._given.clear()
-        counted = Asked(self._folder, asked["run"])
+        self._answers.clear()
+        counted = RequestCounts(self._folder, asked["run"])
         counted.count("hello", -1, [""], GREETED)
         return Session(asked["session"], asked["run"], runner, counted, asked.get("public") is not None, other)
 
@@ -400,7 +400,11 @@ class Site:
         begun, replies = self._clock(), list[bytes]()
         for task in tasks:
             late = self._clock() - begun > budget or sum(map(len, replies)) > REPLY_BYTES
-            done = self._said(partial(self._task, session, task)) if not (replies and late) else write({"unknown": ""})
+            done = (
+                self._reply_or_refuse(partial(self._task, session, task))
+                if not (replies and late)
+                else write({"unknown": ""})
+            )
             replies.append(done)
         return write({"answer": replies})
 
@@ -415,14 +419,14 @@ class Site:
         self._check(session, task)
         client = task.client or ""
         number, version = asked["number"], asked["version"]
-        if client and (client, number) in self._given:
-            return self._given[client, number]
+        if client and (client, number) in self._answers:
+            return self._answers[client, number]
         outgoing_terms = make_outgoing_filter(session.runner.blueprint, client).terms if client else ""
         record = self.records.get(run, client, version, outgoing_terms)
         here = Here(session.runner, self._export, client)
         _refuse(fault(here, task) or out_of_turn(here, task, record))
         what, most = kind_of(here, task)
-        session.asked.count(what, task.address[0] - 1, task.clients if task.client is None else [client], most)
+        session.request_counts.count(what, task.address[0] - 1, task.clients if task.client is None else [client], most)
         self.log.began(task)
         with noting() as errors:
             answer, after = task.run(session.runner, record)
@@ -445,8 +449,8 @@ class Site:
                 self.records.forget(run, client, keep=[*keep, version, reply["version"]])
         written = write(reply)
         if client:
-            self._given = {place: value for place, value in self._given.items() if place[0] != client}
-            self._given[client, number] = written
+            self._answers = {place: value for place, value in self._answers.items() if place[0] != client}
+            self._answers[client, number] = written
         return written
 
     def _check(self, session: Session, task: Any) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.client.record import ClientRecord
-from fedlightning.engines.base import ClientRecords, RecordNote, Visit
+from fedlightning.engines.contract import ClientRecords, RecordNote, Visit
 from fedlightning.sites.status import LISTED, OwnStatus, StatusFile, of_clients, printable, stamped
-from fedlightning.sites.task_bounds import VERBS, in_words
+from fedlightning.sites.task_bounds import VERBS, describe_task
 
 SITE = "site"
 """Entry of a record's `state` that stands for a record at a site."""
@@ -100,9 +100,9 @@ class SiteLog:
     ) -> None:
         self._file = StatusFile(folder, every=0.0)  # beside what each task costs, a small file is nothing
         self._say = say
-        self._told: str | None = None  # the last refusal
+        self._last_refusal: str | None = None
         self._told_round: int | None = None
-        self._is_new, self._leaves = False, ""
+        self._is_new, self._outgoing = False, ""
         self._began = time.time()
         self.status = OwnStatus(name, server, time.time(), clients=list(clients))
         self.write()
@@ -138,8 +138,8 @@ class SiteLog:
             status.run, status.run_since = run, time.time()
             status.tasks = status.failures = 0
             status.round, self._told_round = None, None
-            self._is_new, self._leaves = True, outgoing
-        self._told = None
+            self._is_new, self._outgoing = True, outgoing
+        self._last_refusal = None
         self.write()
 
     def began(self, task: Any) -> None:
@@ -148,14 +148,14 @@ class SiteLog:
         if self._is_new and type(task) in VERBS:  # the server of a run that is resumed asks before it has read its name
             self._is_new = False
             who = f"run {printable(self.status.run, 12)} with {of_clients(self.status.clients)}"
-            self._say(f"Takes part in {who}.{f' Can leave: {self._leaves}.' if self._leaves else ''}")
-        self.status.doing, self._began = in_words(task), time.time()
+            self._say(f"Takes part in {who}.{f' Can leave: {self._outgoing}.' if self._outgoing else ''}")
+        self.status.doing, self._began = describe_task(task), time.time()
         self.write()
 
     def ended(self, task: Any, answer: Any) -> None:
         """Note a task that was carried out."""
         status = self.status
-        status.doing, status.last, status.last_at = "", in_words(task), time.time()
+        status.doing, status.last, status.last_at = "", describe_task(task), time.time()
         status.round = task.address[0]
         status.tasks += 1
         failed = task.failure(answer)
@@ -175,9 +175,9 @@ class SiteLog:
         """Note a request that was refused. The same reason again is not said again."""
         status = self.status
         status.doing, status.refused, status.refused_at = "", printable(reason), time.time()
-        if reason != self._told:
+        if reason != self._last_refusal:
             self._say(f"Refused a request of {status.server}: {status.refused}")
-        self._told = reason
+        self._last_refusal = reason
         self.write()
 
     def end(self) -> None:

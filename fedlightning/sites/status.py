@@ -186,21 +186,21 @@ def read(folder: Path) -> Status:
         kind = content.get("kind")
         if not isinstance(kind, str) or kind not in kinds:
             raise UnreadableError("it is neither a server's nor a site's")
-        return _made(kinds[kind], content)
+        return _make(kinds[kind], content)
     except UnreadableError as error:
         raise UnreadableError(
             f"{path} is damaged: {error}. It is written anew when the server or the site goes on; no run needs it."
         ) from None
 
 
-def _made(kind: type[Made], content: Mapping[str, Any]) -> Made:
+def _make(kind: type[Made], content: Mapping[str, Any]) -> Made:
     """Return an object of one of the classes above from plain values, each of which must be what it should be."""
     hints, values = (get_type_hints(kind), {part.name: content.get(part.name, MISSING) for part in fields(kind)})  # type: ignore[arg-type]
     for name, value in values.items():
         if value is MISSING:
             raise UnreadableError(f"it has no '{name}'")
         if name == "sites" and isinstance(value, list) and all(isinstance(site, dict) for site in value):
-            values[name] = [_made(SiteStatus, site) for site in value]
+            values[name] = [_make(SiteStatus, site) for site in value]
         elif not check_of(hints[name])(value) or value != value:
             raise UnreadableError(f"its '{name}' is {printable(repr(value), 40)}")
     return kind(**values)

@@ -21,7 +21,7 @@ from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import Change
 from fedlightning.contract.messages import Message, check_extras
 from fedlightning.deployment.export import Deploy
-from fedlightning.engines.base import Visit
+from fedlightning.engines.contract import Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.guards.preflight_task import FACTS, PreflightTask
 from fedlightning.guards.step_trials import StepTrial
@@ -49,16 +49,16 @@ from fedlightning.tensors import module_state
 VERBS = {Visit: "trains", ScoreClient: "scores", ScoreModel: "scores", Deploy: "writes the model of"}
 
 
-def in_words(task: Any) -> str:
+def describe_task(task: Any) -> str:
     """Return what a site does that carries out a task, such as "trains client a"."""
     verb = next((word for kind, word in VERBS.items() if isinstance(task, kind)), "checks")
     clients = [task.client] if task.client is not None else list(getattr(task, "clients", ()))
     return f"{verb} {of_clients(clients)}"
 
 
-A_ROUND = 100
+VISITS_A_ROUND = 100
 """Visits of a client in a round, at most, in a method that plans its rounds."""
-AGAIN = 100
+REPEATS_A_ROUND = 100
 """How often else a client is asked for anything in a round: once or twice, and again after failures and new starts."""
 GREETED = 1000
 """Greetings in a round that begin something new at a site, and questions about its data."""
@@ -185,7 +185,7 @@ def _model(here: Here, value: ServerModel) -> str | None:
 
 
 def _visit_number(here: Here, value: int) -> bool:
-    return value % ROUNDS <= here.last and value // ROUNDS <= (A_ROUND if here.claims("plan_round") else 0)
+    return value % ROUNDS <= here.last and value // ROUNDS <= (VISITS_A_ROUND if here.claims("plan_round") else 0)
 
 
 RULES: dict[type, dict[str, Rule]] = {
@@ -301,4 +301,4 @@ def out_of_turn(here: Here, task: Any, record: ClientRecord) -> str | None:
 def kind_of(here: Here, task: Any) -> tuple[str, int]:
     """Return what a task asks for, and how often a client may be asked for that in a round."""
     what = "training" if isinstance(task, Visit) and task.message.work != 0 else type(task).__name__
-    return what, AGAIN + (A_ROUND if here.claims("plan_round") else 0)
+    return what, REPEATS_A_ROUND + (VISITS_A_ROUND if here.claims("plan_round") else 0)

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlightning.engines.attempts import TaskTries
-from fedlightning.engines.base import Task
+from fedlightning.engines.contract import Task
 from fedlightning.guards.preflight_task import PreflightTask
 from fedlightning.guards.step_trials import StepTrial
 
 AHEAD = 4
 """Tasks for each site that are drawn ahead of the answers, however large they are."""
-MOST = 64
+MAX_TASKS_AHEAD = 64
 """Tasks for each site that are drawn ahead of the answers, if they are small; and tasks in one message."""
 DRAWN_BYTES = 2**28
 """Bytes of the tasks that are drawn ahead of the answers, beyond :data:`AHEAD` tasks for each site."""
@@ -97,7 +97,7 @@ class Window:
     def has_room(self, sites: int) -> bool:
         """Return whether one more task may be drawn."""
         count = len(self._entries)
-        return count < AHEAD * sites or (count < MOST * sites and self._bytes < DRAWN_BYTES)
+        return count < AHEAD * sites or (count < MAX_TASKS_AHEAD * sites and self._bytes < DRAWN_BYTES)
 
     def add(self, entry: Entry) -> None:
         """Add a task that has been drawn."""
@@ -141,7 +141,7 @@ class Window:
         size, seconds = 0, 0.0
         for entry in entries:
             takes = self._seconds.get((node, type(entry.task)), 0.0)
-            full = len(part) == MOST or size + entry.task.num_bytes > BATCH_BYTES or seconds + takes > BUDGET
+            full = len(part) == MAX_TASKS_AHEAD or size + entry.task.num_bytes > BATCH_BYTES or seconds + takes > BUDGET
             if part and (full or entry.alone or part[-1].alone):
                 yield part
                 part, size, seconds = [], 0, 0.0

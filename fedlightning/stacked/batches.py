@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, default_collate
 
-from fedlightning.datamodules.indexed import WHOLE_ORDER, whole_order
+from fedlightning.datamodules.resident_batches import WHOLE_ORDER, whole_order
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import ArrayDataset, collate_rows, rows_of, tensors_of
-from fedlightning.fast.fit import set_epoch
+from fedlightning.fast.fast_fit import set_epoch
 from fedlightning.seeding import address, seed_all
 from fedlightning.stacked.stack import NotATreeError, join_tree, skeleton_key, split_tree
 

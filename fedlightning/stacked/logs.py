@@ -30,19 +30,19 @@ class Column:
         dtype: Type in which values are added up.
 
     Attributes:
-        seen: Whether a client has logged a value, `(clients,)`.
+        is_logged: Whether a client has logged a value, `(clients,)`.
     """
 
     def __init__(self, clients: int, reduction: str, dtype: Any = np.float64) -> None:
         self._reduction = reduction
         self._totals = np.full(clients, STARTS.get(reduction, 0.0), dtype=dtype)
         self._weights = np.zeros(clients)
-        self.seen = np.zeros(clients, dtype=bool)
+        self.is_logged = np.zeros(clients, dtype=bool)
 
     def add(self, rows: Sequence[int] | np.ndarray, values: np.ndarray, weight: int = 1) -> None:
         """Add one step."""
         totals, values = self._totals, values.astype(self._totals.dtype, copy=False)
-        self.seen[rows] = True
+        self.is_logged[rows] = True
         if self._reduction == "mean":
             totals[rows] += values * totals.dtype.type(weight)
             self._weights[rows] += weight
@@ -148,5 +148,7 @@ class StackedLogs:
                 if rule.on_epoch and current.any():
                     for key in dict.fromkeys((name, rule.epoch_name)):
                         column(key, rule.reduction).add(places[current], values[current], weight)
-        cells = [(key, column_of_key.seen.tolist(), column_of_key.values()) for key, column_of_key in columns.items()]
+        cells = [
+            (key, column_of_key.is_logged.tolist(), column_of_key.values()) for key, column_of_key in columns.items()
+        ]
         return [{key: values[row] for key, seen, values in cells if seen[row]} for row in range(self._size)]

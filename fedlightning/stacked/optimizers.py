@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fedlightning.fast.fit import hooks_of
+from fedlightning.fast.optimizer_steps import hooks_of
 from fedlightning.stacked.stack import Rows, column, put, take
 from fedlightning.tensors import momentum_step
 

@@ -16,7 +16,7 @@ from fedlightning.client.trainer_context import scale_learning_rates
 from fedlightning.compat.lightning_runs import attached
 from fedlightning.contract import Phase
 from fedlightning.stacked.trainees import Recipe
-from fedlightning.tensors.modules import optimizers_in
+from fedlightning.tensors.entries import optimizers_in
 
 SHARE_OF_MEMORY = 8
 """A stack may use one part in so many of the free memory."""

@@ -31,7 +31,7 @@ from torchmetrics import Metric, MetricCollection
 
 from fedlightning.client.evaluator import EvaluationNames, loss_of
 from fedlightning.compat.lightning_runs import attached, class_takes_index
-from fedlightning.datamodules.indexed import on_device, resident_batches
+from fedlightning.datamodules.resident_batches import on_device, resident_batches
 from fedlightning.datamodules.sampling import AddressedSampler, going_on
 from fedlightning.datamodules.views import ArrayDataset, is_plain, rows_of, tensors_of
 from fedlightning.errors import ControlFlow
@@ -290,7 +290,7 @@ class Sums:
     def _add(self, rows: np.ndarray, event: Logged, step: Step) -> None:
         name = event.rule.name
         if event.place is None:  # a metric, whose value each client's own one computes: note only who logged it
-            self._columns.setdefault(name, Column(self._clients, "last")).seen[rows] = True
+            self._columns.setdefault(name, Column(self._clients, "last")).is_logged[rows] = True
             return
         values = step.outputs[event.place].cpu().numpy()
         if name not in self._columns:
@@ -312,7 +312,7 @@ class Sums:
         for name, rule in self._rules.items():
             if rule.logger:
                 column = self._columns[name]
-                columns.append((rule.epoch_name, column.seen.tolist(), self._metrics.get(name) or column.values()))
+                columns.append((rule.epoch_name, column.is_logged.tolist(), self._metrics.get(name) or column.values()))
         return [
             {name: values if isinstance(values, str) else values[row] for name, seen, values in columns if seen[row]}
             for row in range(self._clients)
@@ -320,7 +320,7 @@ class Sums:
 
     def losses(self) -> list[dict[str, float]]:
         """Return the mean of the losses that steps returned, for clients whose module logs nothing."""
-        pairs = zip(self._losses.values(), self._losses.seen.tolist(), strict=True)
+        pairs = zip(self._losses.values(), self._losses.is_logged.tolist(), strict=True)
         return [{"loss": loss} if seen else {} for loss, seen in pairs]
 
 

@@ -132,7 +132,7 @@ class Stack:
             if name not in self.shared
         }
 
-    def written(self) -> str | None:
+    def find_written(self) -> str | None:
         """Return the first shared parameter that is not any more what was given."""
         return next((name for name, value in self.shared.items() if not is_same(value, self._before[name])), None)
 

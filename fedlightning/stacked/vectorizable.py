@@ -37,7 +37,7 @@ from fedlightning.stacked.stack import (
 )
 from fedlightning.stacked.step import NoLossError, Place, StackedStep, gradients
 from fedlightning.tensors import State, module_state
-from fedlightning.tensors.modules import optimizers_in
+from fedlightning.tensors.entries import optimizers_in
 from fedlightning.wrappers.mixing import user_class
 from fedlightning.wrappers.twin import DualByHeadMixin
 
@@ -281,7 +281,7 @@ def _try_step(runner: ClientRuntime, module: LightningModule, draws: ClientDraws
             elif not looked and not _alike(together, alone(7), near):
                 finding.uses_index = True
         finding.bytes_of_step = size // 2
-        finding.shares = bool(shared) and stack.written() is None
+        finding.shares = bool(shared) and stack.find_written() is None
     except NoLossError:
         pass  # only this batch is skipped
     except Exception as error:

@@ -407,7 +407,7 @@ def set_aside(path: Path, name: str) -> None:
     warn(f"{path} is not what was logged: it is now called {name}, and the run's scores are logged again.")
 
 
-TAIL = 4096
+TAIL_BYTES = 4096
 """Bytes at the end of a file in which its last line is looked for."""
 
 
@@ -449,7 +449,7 @@ def _ends_before(path: Path, number: int) -> bool:
         return False
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL))
+        file.seek(max(0, size - TAIL_BYTES))
         last = file.read().decode(errors="replace").splitlines(keepends=True)[-1:]
     start = last[0].partition(",")[0] if last and last[0].endswith("\n") else ""
     return start.isdecimal() and int(start) < number

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from fedlightning.study.runs import Run
+from fedlightning.study.finished_runs import Run
 
 Sampling = Literal["training", "splits", "folds"]
 SAMPLED: Mapping[Sampling, str] = {

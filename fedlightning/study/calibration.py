@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FEWEST = 5
+MIN_EVENTS = 5
 """Fewest samples with and without the event of which a slope is given."""
 BINS = 5
 """Bins of a calibration curve, with about as many samples in each."""
@@ -26,7 +26,7 @@ class Calibration:
         samples: Number of samples.
         events: Samples with the event.
         expected: Mean probability.
-        slope: The slope :math:`b`; `None` with fewer than `FEWEST` samples of either kind, or where one probability
+        slope: The slope :math:`b`; `None` with fewer than `MIN_EVENTS` samples of either kind, or where one probability
             parts the two kinds.
         intercept: The intercept :math:`a` beside that slope.
         in_the_large: The intercept where the slope is held at 1 (calibration in the large); `None` without both kinds.
@@ -74,7 +74,7 @@ def calibration(events: np.ndarray, probabilities: np.ndarray) -> Calibration:
         )
     happened = int(y.sum())
     both = 0 < happened < len(y)
-    slope, intercept = _recalibrated(y, p) if min(happened, len(y) - happened) >= FEWEST else (None, None)
+    slope, intercept = _recalibrated(y, p) if min(happened, len(y) - happened) >= MIN_EVENTS else (None, None)
     return Calibration(
         len(y), happened, float(p.mean()), slope, intercept, _in_the_large(y, p) if both else None,
         float(np.mean((p - y) ** 2)), _ece(y, p), _auroc(y, p) if both else None,
@@ -197,10 +197,9 @@ def _expit(x: np.ndarray) -> np.ndarray:
     return np.asarray(1 / (1 + np.exp(-np.clip(x, -700, 700))))
 
 
-def _ece(y: np.ndarray, p: np.ndarray, bins: int = 15) -> float:
-    """Return the expected calibration error of the event's probability, in bins closed above as torchmetrics'."""
-    place = np.clip(np.ceil(p * bins).astype(int) - 1, 0, bins - 1)
-    gaps = np.bincount(place, weights=p - y, minlength=bins)
+def _ece(y: np.ndarray, p: np.ndarray) -> float:
+    """Return the expected calibration error of the event's probability, in 15 bins closed above as torchmetrics'."""
+    gaps = np.bincount(np.clip(np.ceil(p * 15).astype(int) - 1, 0, 14), weights=p - y)
     return float(np.abs(gaps).sum() / len(y))
 
 

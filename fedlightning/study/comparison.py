@@ -16,9 +16,9 @@ from rich.table import Table
 
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.study.columns import GLOBAL, POOLED, interval_text
-from fedlightning.study.export import write_comparison
-from fedlightning.study.measures import SeedScore, estimate
-from fedlightning.study.runs import Run
+from fedlightning.study.comparison_files import write_comparison
+from fedlightning.study.finished_runs import Run
+from fedlightning.study.run_scores import SeedScore, estimate
 from fedlightning.study.study import Study
 
 
@@ -33,7 +33,7 @@ class Comparison:
         split: `"test"` or `"val"`.
 
     Example:
-        >>> from fedlightning.scores.metrics import summarise
+        >>> from fedlightning.scores.metric_names import summarise
         >>> from fedlightning.scores.rows import Row
         >>> comparison = Comparison()
         >>> for name, accuracies in {"Local": (0.5, 0.7), "APFL": (0.7, 0.9)}.items():
@@ -104,7 +104,7 @@ class Comparison:
 
     def write(self, path: Path) -> None:
         """Write `comparison.json` and `comparison.csv` into a folder; see
-        :func:`fedlightning.study.export.write_comparison`.
+        :func:`fedlightning.study.comparison_files.write_comparison`.
         """
         write_comparison(self.study, path)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fedlightning.errors import join_words
+
 SEED = "trainer.seed"
 SOURCES = {
     f"{SEED}.initialisation": "initialisation",
@@ -61,5 +63,5 @@ def sources_of(keys: Sequence[str]) -> tuple[int, dict[int, str]]:
             digits.setdefault(int(digit.partition("/")[0]), []).extend(words)
     if len(digits) < 2:
         return 0, {}
-    listed = {place: ", ".join(words[:-1]) + " and " * (len(words) > 1) + words[-1] for place, words in digits.items()}
+    listed = {place: join_words(words) for place, words in digits.items()}
     return int(keys[0].rpartition("/")[2]), dict(sorted(listed.items()))

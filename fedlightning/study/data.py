@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedlightning.scores.metrics import bare, higher_is_better
+from fedlightning.errors import join_words
+from fedlightning.scores.metric_names import bare, higher_is_better
 from fedlightning.study import roles
 from fedlightning.study.baselines import (
     SAMPLED,
@@ -22,10 +23,10 @@ from fedlightning.study.baselines import (
 )
 from fedlightning.study.columns import GLOBAL, PERSONAL
 from fedlightning.study.crossing import sources_of
-from fedlightning.study.measures import Estimate, RunScores, SeedScore, common_metric, estimate
-from fedlightning.study.runs import DEPLOYED, Run
+from fedlightning.study.finished_runs import DEPLOYED, Run
+from fedlightning.study.run_scores import Estimate, RunScores, SeedScore, common_metric, estimate
+from fedlightning.study.run_tables import RunTables, tables_of
 from fedlightning.study.samples import Predicted, read
-from fedlightning.study.tables import RunTables, tables_of
 
 Table = list[dict[str, Any]]
 """Lines of a table, each with the same keys and plain values, ready for JSON, CSV and a page."""
@@ -131,9 +132,9 @@ class StudyData:
         if sources:
             text = f"{len(self.seeds)} runs: {levels} seeds of each source, crossed ({'; '.join(sources.values())})"
         else:
-            words = _listed(["the initialisation and batch order", *changed])
+            words = join_words(["the initialisation and batch order", *changed])
             text = f"{len(self.seeds)} seeds ({listed}): they change {words}"
-        text += f"; {_listed(same)} {'stays' if len(same) == 1 else 'stay'} the same. " if same else ". "
+        text += f"; {join_words(same)} {'stays' if len(same) == 1 else 'stay'} the same. " if same else ". "
         return text + (SAMPLED_CROSSED if sources else SAMPLED[self.sampling])
 
     def _varies(self, split: str) -> bool:
@@ -252,7 +253,3 @@ class StudyData:
         """Samples tested for each trained on, over all runs; 0 where seeds' test sets do not overlap."""
         runs = [scores.run for key, scores in self.finished.items() if key not in self.odd]
         return test_share(runs, self.split) if self.sampling == "splits" else 0.0
-
-
-def _listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

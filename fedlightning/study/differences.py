@@ -8,12 +8,12 @@ from typing import Any
 
 from fedlightning.study.baselines import test_share
 from fedlightning.study.data import StudyData, Table
-from fedlightning.study.measures import bounded, bounds, mean_of
-from fedlightning.study.runs import Run
-from fedlightning.study.scores import per_client
+from fedlightning.study.finished_runs import Run
+from fedlightning.study.run_scores import bounded, bounds, mean_of
+from fedlightning.study.score_tables import per_client
 from fedlightning.study.significance import crossed_difference, holm, paired_difference, resampled_difference, wilcoxon
 
-REST = "together, and by chance"
+UNEXPLAINED = "together, and by chance"
 """What sources do not explain alone."""
 
 
@@ -148,4 +148,4 @@ def _components(values: Mapping[int, float], levels: int, sources: Mapping[int, 
         for n, v in values.items()
     ) / (len(values) - 1 - len(sources) * (levels - 1))
     parts = {source: max(0.0, variance(means) - rest / each) for source, means in effects.items()}
-    return parts | {REST: rest}
+    return parts | {UNEXPLAINED: rest}

@@ -9,21 +9,21 @@ from statistics import fmean
 from typing import Any
 
 from fedlightning.errors import count_of, listed
-from fedlightning.scores.metrics import ACCURACY, metric_label
+from fedlightning.scores.metric_names import ACCURACY, metric_label
 from fedlightning.study.columns import LOCAL
-from fedlightning.study.curves import round_means
 from fedlightning.study.data import StudyData, Table
-from fedlightning.study.measures import bounds, mean_of
-from fedlightning.study.runs import Run
-from fedlightning.study.scores import per_client
+from fedlightning.study.finished_runs import Run
+from fedlightning.study.learning_curves import round_means
+from fedlightning.study.run_scores import bounds, mean_of
+from fedlightning.study.score_tables import per_client
 
 CHANCE = {"auroc": 0.5, "c_index": 0.5, "r2": 0.0, "cohen_kappa": 0.0}
 """Metric -> what an answer gets that is the same for all samples."""
-STILL = 0.05
+LATE_SHARE = 0.05
 """Share of all that a curve gained which its last quarter gains while training has not converged."""
-SAME = 1e-3
+MIN_DIFFERENCE = 1e-3
 """Mean difference of clients' scores below which nothing can be measured: of shares as it is, of errors relative."""
-TAIL = 0.1
+TAIL_SHARE = 0.1
 """Share of the clients that are the worst tail."""
 
 
@@ -60,19 +60,22 @@ def reference(study: StudyData) -> Reference | None:
         if (method, seed) in study.odd:
             continue
         if study.metric in names:
-            counts = [of for of in classes_of(scores.run).values() if sum(of)]
-            shares = [max(of) / sum(of) if study.metric in ACCURACY else 1 / sum(n > 0 for n in of) for of in counts]
+            counts_by_client = [counts for counts in classes_of(scores.run).values() if sum(counts)]
+            shares = [
+                max(counts) / sum(counts) if study.metric in ACCURACY else 1 / sum(count > 0 for count in counts)
+                for counts in counts_by_client
+            ]
         else:
             shares = _errors_of_mean(study, method, seed) if study.metric in ("rmse", "mse") else []
         if shares:
             levels.setdefault(seed, []).append(fmean(shares))
-    return Reference(name, {seed: fmean(of) for seed, of in sorted(levels.items())}) if levels else None
+    return Reference(name, {seed: fmean(shares) for seed, shares in sorted(levels.items())}) if levels else None
 
 
 def classes_of(run: Run) -> dict[str, list[int]]:
     """Return the training samples of each class by client, of clients whose data have classes."""
     clients = run.summary.get("data", {}).get("clients", {})
-    return {client: of["classes"] for client, of in clients.items() if len(of.get("classes") or ()) > 1}
+    return {client: about["classes"] for client, about in clients.items() if len(about.get("classes") or ()) > 1}
 
 
 def _errors_of_mean(study: StudyData, method: str, seed: int) -> list[float]:
@@ -164,14 +167,14 @@ def still_improving(study: StudyData) -> dict[str, float]:
     """
     gains = {}
     for method in study.methods:
-        shares = [_late(study.finished[method, seed].run, study) for seed in study.seeds_of(method)]
+        shares = [_late_share(study.finished[method, seed].run, study) for seed in study.seeds_of(method)]
         measured = [share for share in shares if share is not None]
-        if measured and len(measured) == len(shares) and min(measured) > STILL:
+        if measured and len(measured) == len(shares) and min(measured) > LATE_SHARE:
             gains[method] = fmean(measured)
     return gains
 
 
-def _late(run: Run, study: StudyData) -> float | None:
+def _late_share(run: Run, study: StudyData) -> float | None:
     for metric, sign in ((study.metric, 1.0 if study.higher_is_better else -1.0), ("loss", -1.0)):
         means = round_means(run, metric)
         for stage in ("L1", "G"):
@@ -190,12 +193,14 @@ def without_effect(study: StudyData) -> Iterator[tuple[str, str, float]]:
     for role in ("fedavg", "siloed"):
         base = study.baselines.get(role)
         for method in study.methods if base is not None else ():
-            apart = _apart(study, method, str(base)) if method != base and study.comparable(method) else None
-            if apart is not None and apart[0] <= apart[1]:
-                yield method, str(base), apart[0]
+            if method == base or not study.comparable(method):
+                continue
+            distance, limit = _mean_distance(study, method, str(base)) or (1.0, 0.0)
+            if distance <= limit:
+                yield method, str(base), distance
 
 
-def _apart(study: StudyData, method: str, other: str) -> tuple[float, float] | None:
+def _mean_distance(study: StudyData, method: str, other: str) -> tuple[float, float] | None:
     """Return the mean distance of two methods' scores over clients and seeds, and what cannot be measured."""
     a, b = study.deployed(method), study.deployed(other)
     pairs = [
@@ -208,7 +213,7 @@ def _apart(study: StudyData, method: str, other: str) -> tuple[float, float] | N
     if not pairs:
         return None
     scale = 1.0 if bounds(study.metric, [value for value, _ in pairs])[1] == 1.0 else fmean(abs(v) for _, v in pairs)
-    return fmean(abs(x - y) for x, y in pairs), SAME * scale
+    return fmean(abs(x - y) for x, y in pairs), MIN_DIFFERENCE * scale
 
 
 def negative_transfer(study: StudyData) -> Table:
@@ -230,7 +235,7 @@ def negative_transfer(study: StudyData) -> Table:
         if gains:
             lost = [gain for gain in gains.values() if gain < 0]
             worst = min(gains, key=gains.__getitem__)
-            tail = sorted(gains.values())[: max(1, round(TAIL * len(gains)))]
+            tail = sorted(gains.values())[: max(1, round(TAIL_SHARE * len(gains)))]
             lines.append(
                 {"method": method, "reference": siloed, "lose": len(lost), "clients": len(gains)}
                 | {"mean_loss": mean_of(list(lost)), "tail": fmean(tail), "worst": gains[worst], "client": worst}

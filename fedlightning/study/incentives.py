@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from fedlightning.study import fairness as measure
+from fedlightning.study import fairness_measures as measure
 from fedlightning.study.columns import GLOBAL, PERSONAL
 from fedlightning.study.data import StudyData, Table
-from fedlightning.study.measures import SeedScore, mean_of
 from fedlightning.study.roles import NEEDED
-from fedlightning.study.scores import STATISTICS, statistic
+from fedlightning.study.run_scores import SeedScore, mean_of
+from fedlightning.study.score_tables import STATISTICS, statistic
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 """Levels eps of FLIU's rho_eps, for scores between 0 and 1."""

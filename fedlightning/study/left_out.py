@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from lightning.pytorch import LightningModule
 
 from fedlightning.arguments import federated_data
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.options import Flower
 from fedlightning.study import predicted, samples
 from fedlightning.study.columns import FEWEST_SITES
-from fedlightning.study.runs import Run
+from fedlightning.study.finished_runs import Run
 from fedlightning.study.study import Study
 from fedlightning.study.subgroups import check_subgroups
 from fedlightning.trainer import FederatedTrainer

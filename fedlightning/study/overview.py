@@ -9,9 +9,9 @@ from fedlightning.study.columns import GLOBAL, LOCAL, POOLED
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.differences import best_method, differences
 from fedlightning.study.incentives import incentives
-from fedlightning.study.measures import mean_of
 from fedlightning.study.problems import Problem
-from fedlightning.study.scores import chosen, local_and_pooled, statistic
+from fedlightning.study.run_scores import mean_of
+from fedlightning.study.score_tables import chosen, local_and_pooled, statistic
 
 PRICES = {"local_steps": "local_steps_total", "seconds": "seconds", "peak_memory_mb": "peak_memory_mb"}
 """Column -> key of `summary.json`."""

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import LightningModule
 
 from fedlightning.client.probes import move_batch
-from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.study.runs import DEPLOYED
+from fedlightning.datamodules.federated_data import FederatedDataModule
+from fedlightning.study.finished_runs import DEPLOYED
 from fedlightning.study.samples import Predicted
 from fedlightning.study.subgroups import values_of
 from fedlightning.trainer import FederatedTrainer

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedlightning.scores.metrics import bare
+from fedlightning.scores.metric_names import bare
 from fedlightning.study.baselines import odd_splits, why_not
 from fedlightning.study.columns import LOCAL, UNSEEN
 from fedlightning.study.data import StudyData
+from fedlightning.study.equal_terms import unequal
 from fedlightning.study.evidence import (
     no_better_than_constant,
     some_no_better_than_constant,
@@ -19,7 +20,6 @@ from fedlightning.study.evidence import (
     without_effect,
 )
 from fedlightning.study.roles import NEEDED
-from fedlightning.study.terms import unequal
 from fedlightning.study.token_tables import CONSERVED, missing
 
 NOTES = (

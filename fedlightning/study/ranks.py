@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedlightning.study.data import StudyData
-from fedlightning.study.measures import mean_of
+from fedlightning.study.run_scores import mean_of
 from fedlightning.study.significance import friedman, nemenyi
 from fedlightning.study.study import Study
 
@@ -15,9 +15,9 @@ def ranks(studies: Mapping[str, Study], alpha: float = 0.05) -> dict[str, Any]:
     """Rank the methods that every data set has by their deployed mean (1 is best, ties share a rank).
 
     Example:
-        >>> from fedlightning.scores.metrics import summarise
+        >>> from fedlightning.scores.metric_names import summarise
         >>> from fedlightning.scores.rows import Row
-        >>> from fedlightning.study.runs import Run
+        >>> from fedlightning.study.finished_runs import Run
         >>> def run(method, accuracy):
         ...     row = Row(5, "L1", "personal", "latest", "local", "test", "client0", "test_accuracy", accuracy, 10)
         ...     return Run(method, 0, None, {"results": summarise([row])})

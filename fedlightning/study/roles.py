@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.study.runs import Run
+from fedlightning.study.finished_runs import Run
 
 ROLES = {"siloed": "Local", "fedavg": "FedAvg", "finetuned": "LocalAdaptation", "central": "Central"}
 """Role in a comparison -> name of the catalogue's algorithm that plays it."""

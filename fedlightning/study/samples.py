@@ -14,7 +14,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from fedlightning.storage.files import writing
-from fedlightning.study.runs import DEPLOYED
+from fedlightning.study.finished_runs import DEPLOYED
 
 FILE = "test_samples.npz"
 

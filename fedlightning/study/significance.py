@@ -36,7 +36,7 @@ class Interval:
         return (self.high - self.low) / 2
 
 
-def mean_interval(values: ArrayLike, confidence: float = 0.95, method: str = "t", seed: int = 0) -> Interval:
+def mean_interval(values: ArrayLike, confidence: float = 0.95, method: str = "t") -> Interval:
     r"""Return the mean over runs with its confidence interval.
 
     Example:
@@ -51,30 +51,12 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95, method: str = "t"
     if len(x) == 1 or bool((x == x[0]).all()):
         return Interval(centre, centre, centre, len(x), method)
     if method == "bootstrap":
-        low, high = _bootstrap(x, np.mean, confidence, seed)
+        low, high = _bootstrap(x, confidence)
         return Interval(centre, low, high, len(x), method)
     if method not in ("t", "normal"):
         raise ValueError(f"method={method!r} is unknown. Use 't', 'normal' or 'bootstrap'.")
     radius = _quantile(confidence, len(x) - 1 if method == "t" else None) * float(x.std(ddof=1)) / math.sqrt(len(x))
     return Interval(centre, centre - radius, centre + radius, len(x), method)
-
-
-def median_interval(values: ArrayLike, confidence: float = 0.95, seed: int = 0) -> Interval:
-    """Return the median with percentiles of 1000 seeded bootstrap resamples (PLayer-FL).
-
-    Fewer than 5 values give the median without an interval.
-
-    Example:
-        >>> found = median_interval([0.70, 0.72, 0.69, 0.75, 0.74])
-        >>> found.low <= found.centre <= found.high, found.centre
-        (True, 0.72)
-    """
-    x = _finite(values)
-    centre = float(np.median(x))
-    if len(x) < 5:
-        return Interval(centre, centre, centre, len(x), "median")
-    low, high = _bootstrap(x, np.median, confidence, seed)
-    return Interval(centre, low, high, len(x), "median bootstrap")
 
 
 def paired_difference(
@@ -306,13 +288,9 @@ def _finite(values: ArrayLike) -> np.ndarray:
     return x
 
 
-def _bootstrap(x: np.ndarray, statistic: object, confidence: float, seed: int) -> tuple[float, float]:
+def _bootstrap(x: np.ndarray, confidence: float) -> tuple[float, float]:
+    """Return percentiles of the mean of 1000 seeded resamples."""
     result = _stats().bootstrap(
-        (x,),
-        statistic,
-        n_resamples=1000,
-        confidence_level=confidence,
-        method="percentile",
-        rng=np.random.default_rng(seed),
+        (x,), np.mean, n_resamples=1000, confidence_level=confidence, method="percentile", rng=np.random.default_rng(0)
     )
     return float(result.confidence_interval.low), float(result.confidence_interval.high)

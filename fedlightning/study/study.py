@@ -9,23 +9,22 @@ from collections.abc import Callable, Iterable
 from functools import cached_property, update_wrapper
 from typing import Concatenate, ParamSpec, TypeVar
 
-from fedlightning.study import clusters as _clusters
-from fedlightning.study import curves as _curves
+from fedlightning.study import (
+    arrivals,
+    cluster_members,
+    equal_terms,
+    evidence,
+    external_validation,
+    incentives,
+    learning_curves,
+    score_tables,
+    token_tables,
+)
 from fedlightning.study import differences as _differences
-from fedlightning.study import evidence as _evidence
-from fedlightning.study import external as _external
-from fedlightning.study import incentives as _incentives
 from fedlightning.study import overview as _overview
-from fedlightning.study import scores as _architectures
-from fedlightning.study import scores as _clients
-from fedlightning.study import scores as _scores
-from fedlightning.study import scores as _unseen
-from fedlightning.study import terms as _terms
-from fedlightning.study import timeline as _timeline
-from fedlightning.study import token_tables as _tokens
 from fedlightning.study.data import StudyData, Table
+from fedlightning.study.finished_runs import DEPLOYED, Run
 from fedlightning.study.problems import Problem, find_problems
-from fedlightning.study.runs import DEPLOYED, Run
 
 __all__ = ["Problem", "Study", "Table"]
 
@@ -53,7 +52,7 @@ class Study:
     Each table is a function of a study, in the module of its kind.
 
     Args:
-        runs: Runs as :func:`fedlightning.study.runs.load_study` returns them.
+        runs: Runs as :func:`fedlightning.study.finished_runs.load_study` returns them.
         metric: Score to compare, with or without the prefix of its split. `None` takes accuracy if all runs have it (AUROC
             or balanced accuracy where classes are unbalanced), else `rmse`, else `loss`.
         checkpoint: Models to compare. `"deployed"` takes each client's `best_local` model if the run has one, else its
@@ -69,9 +68,9 @@ class Study:
         ValueError: If there is no run, or no run has the metric or the checkpoint.
 
     Example:
-        >>> from fedlightning.scores.metrics import summarise
+        >>> from fedlightning.scores.metric_names import summarise
         >>> from fedlightning.scores.rows import Row
-        >>> from fedlightning.study.runs import Run
+        >>> from fedlightning.study.finished_runs import Run
         >>> def run(method, seed, *accuracies):
         ...     rows = [Row(5, "L1", "personal", "latest", "local", "test", f"client{i}", "test_accuracy", value, 10)
         ...             for i, value in enumerate(accuracies)]
@@ -105,28 +104,28 @@ class Study:
         """Return one line a method; see :func:`fedlightning.study.overview.overview`."""
         return _overview.overview(self.data, self.problems)
 
-    reference = _table(_evidence.reference)
-    negative_transfer = _table(_evidence.negative_transfer)
-    results = _table(_scores.results)
-    measured = _table(_scores.measured)
-    stages = _table(_scores.stages)
-    checkpoints = _table(_scores.checkpoints)
-    clients = _table(_clients.clients)
-    matrix = _table(_clients.matrix)
-    partition = _table(_clients.partition)
-    unseen = _table(_unseen.unseen)
-    external = _table(_external.external)
-    calibrations = _table(_external.calibrations)
-    subgroups = _table(_external.subgroups)
-    architectures = _table(_architectures.architectures)
-    clusters = _table(_clusters.clusters)
-    memberships = _table(_clusters.memberships)
-    timeline = _table(_timeline.timeline)
-    tokens = _table(_tokens.tokens)
-    ledgers = _table(_tokens.ledgers)
-    fairness = _table(_incentives.fairness)
-    appeal = _table(_incentives.appeal)
+    reference = _table(evidence.reference)
+    negative_transfer = _table(evidence.negative_transfer)
+    results = _table(score_tables.results)
+    measured = _table(score_tables.measured)
+    stages = _table(score_tables.stages)
+    checkpoints = _table(score_tables.checkpoints)
+    clients = _table(score_tables.clients)
+    matrix = _table(score_tables.matrix)
+    partition = _table(score_tables.partition)
+    unseen = _table(score_tables.unseen)
+    external = _table(external_validation.external)
+    calibrations = _table(external_validation.calibrations)
+    subgroups = _table(external_validation.subgroups)
+    architectures = _table(score_tables.architectures)
+    clusters = _table(cluster_members.clusters)
+    memberships = _table(cluster_members.memberships)
+    timeline = _table(arrivals.timeline)
+    tokens = _table(token_tables.tokens)
+    ledgers = _table(token_tables.ledgers)
+    fairness = _table(incentives.fairness)
+    appeal = _table(incentives.appeal)
     differences = _table(_differences.differences)
-    curves = _table(_curves.curves)
-    terms = _table(_terms.terms)
-    costs = _table(_curves.costs)
+    curves = _table(learning_curves.curves)
+    terms = _table(equal_terms.terms)
+    costs = _table(learning_curves.costs)

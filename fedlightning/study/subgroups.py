@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.ranges import number_in
 
-MOST = 12
+MAX_SUBGROUPS = 12
 """Different values that a column of subgroups may have."""
 
 
@@ -41,8 +41,8 @@ def check_subgroups(data: FederatedDataModule, subgroups: Iterable[str]) -> None
     """
     for subgroup in subgroups:
         values = {value for client in data.client_ids for value in values_of(data, client, subgroup) if value}
-        if len(values) > MOST:
+        if len(values) > MAX_SUBGROUPS:
             raise ValueError(
-                f"Subgroup {subgroup!r} has {len(values)} different values; at most {MOST} make subgroups. Cut numbers in "
-                f"two, as in '{subgroup}>=65'."
+                f"Subgroup {subgroup!r} has {len(values)} different values; at most {MAX_SUBGROUPS} make subgroups. Cut "
+                f"numbers in two, as in '{subgroup}>=65'."
             )

@@ -10,12 +10,12 @@ import numpy as np
 
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.incentives import appeal
-from fedlightning.study.measures import mean_of
-from fedlightning.study.tables import Entry
+from fedlightning.study.run_scores import mean_of
+from fedlightning.study.run_tables import Entry
 
 CONSERVED = 1e-9
 """Tokens by which a round of a cluster may miss; more is a problem."""
-FEW = 3
+MIN_CLIENTS = 3
 """Clients from which a rank correlation is taken."""
 
 
@@ -162,7 +162,7 @@ def _contribution(each: Sequence[dict[str, float | None]]) -> dict[str, float | 
 def _rank_correlation(pairs: Iterable[tuple[float | None, float | None]]) -> float | None:
     # Scores are numbers of single precision: what differs by rounding is a tie.
     rounded = [(round(x, 6), round(y, 6)) for x, y in pairs if x is not None and y is not None]
-    if len(rounded) < FEW or any(len(set(side)) < 2 for side in zip(*rounded, strict=True)):
+    if len(rounded) < MIN_CLIENTS or any(len(set(side)) < 2 for side in zip(*rounded, strict=True)):
         return None
     from scipy.stats import spearmanr
 

@@ -26,8 +26,7 @@ from fedlightning.tensors.arithmetic import (
     widen,
     zeros_like,
 )
-from fedlightning.tensors.memory import pack, side_by_side
-from fedlightning.tensors.modules import (
+from fedlightning.tensors.entries import (
     EntryKind,
     State,
     entry_kinds,
@@ -36,6 +35,7 @@ from fedlightning.tensors.modules import (
     state_digest,
     tied_names,
 )
+from fedlightning.tensors.memory import pack, side_by_side
 
 __all__ = [
     "EntryKind",

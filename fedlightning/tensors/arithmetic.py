@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fedlightning.tensors.entries import State
 from fedlightning.tensors.memory import side_by_side
-from fedlightning.tensors.modules import State
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes narrower than float64, the dtype of the sums."""

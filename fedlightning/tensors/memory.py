@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fedlightning.tensors.modules import State
+from fedlightning.tensors.entries import State
 
 PIECE = 2**15
 """Numbers worked on at a time on a CPU, where new memory for long float64 tensors takes longer than their arithmetic."""
-FEW = 8
+FEW_TENSORS = 8
 """Up to this many tensors that already are on the CPU are copied one by one, which is cheaper than packing them."""
 
 
@@ -19,7 +19,7 @@ def pack(state: Mapping[str, Tensor]) -> State:
     """Return copies of all tensors on the CPU, those of one dtype next to each other in one block of memory.
 
     Operations on all of them can then run as one operation (see `side_by_side`), and a GPU sends them in one transfer.
-    Up to `FEW` tensors that already are on the CPU are copied one by one instead.
+    Up to `FEW_TENSORS` tensors that already are on the CPU are copied one by one instead.
 
     Args:
         state: Any state.
@@ -31,7 +31,7 @@ def pack(state: Mapping[str, Tensor]) -> State:
         >>> side_by_side(list(packed.values())).shape
         torch.Size([18])
     """
-    if len(state) <= FEW and all(value.device.type == "cpu" for value in state.values()):
+    if len(state) <= FEW_TENSORS and all(value.device.type == "cpu" for value in state.values()):
         return {name: value.detach().clone() for name, value in state.items()}
     packed: State = {}
     for dtype in {value.dtype for value in state.values()}:

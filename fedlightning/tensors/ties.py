@@ -29,14 +29,14 @@ def first_least(values: Tensor, dim: int = 0, floor: float = 0.0) -> Tensor:
     return (near | (values == least)).to(torch.uint8).argmax(dim)
 
 
-def first_largest(values: Tensor, dim: int = 0, floor: float = 0.0) -> Tensor:
+def first_largest(values: Tensor, dim: int = 0) -> Tensor:
     """Return the index of the largest value, of values that differ by rounding the first; NaN is never chosen.
 
     Example:
         >>> int(first_largest(torch.tensor([0.1, 1.0, 1.0 + 1e-7])))
         1
     """
-    return first_least(-values.double(), dim, floor)
+    return first_least(-values.double(), dim)
 
 
 def levelled(values: Tensor) -> Tensor:

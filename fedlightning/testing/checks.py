@@ -62,7 +62,7 @@ class PlainRuns:
     """The latest runs on ordinary toy data, with nothing special: checks that look at the same one share it."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], PlainRun] = {}
+        self._runs: dict[tuple[Any, ...], PlainRun] = {}
 
     def __call__(
         self,
@@ -75,16 +75,16 @@ class PlainRuns:
         """Return a finished run of a copy of the algorithm, which nobody may change."""
         written_out = "" if algorithm is None else repr(as_lists(vars(algorithm)))
         key = type(algorithm), written_out, repr(sorted(options.items())), tuple(sizes), written
-        if key not in self._found:
+        if key not in self._runs:
             used = copy.deepcopy(algorithm)
             with tempfile.TemporaryDirectory() as folder, watching() as visits:
                 trainer = federate(used, ToyData(sizes), Path(folder) if written else None, **options)
             run = PlainRun(trainer, visits, used)
             if " at 0x" in key[1] + key[2]:  # what is told by its address may be another thing another time
                 return run
-            for_all = {old_key: old_run for old_key, old_run in self._found.items() if old_run.algorithm is None}
-            self._found = for_all | dict([*self._found.items()][-1:]) | {key: run}
-        return self._found[key]
+            for_all = {old_key: old_run for old_key, old_run in self._runs.items() if old_run.algorithm is None}
+            self._runs = for_all | dict([*self._runs.items()][-1:]) | {key: run}
+        return self._runs[key]
 
 
 plain_run = PlainRuns()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.contract import POOLED, FederatedCallback
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.trainer import FederatedTrainer
 

@@ -9,8 +9,8 @@ from fedlightning.topology.graphs import (
     make_graph,
     metropolis_weights,
     mixing_weights,
+    remove_nodes,
     swift_weights,
-    without,
 )
 
 __all__ = [
@@ -23,5 +23,5 @@ __all__ = [
     "metropolis_weights",
     "mixing_weights",
     "swift_weights",
-    "without",
+    "remove_nodes",
 ]

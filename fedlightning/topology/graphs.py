@@ -142,7 +142,7 @@ def contraction(matrix: Tensor) -> float:
     return values[1]
 
 
-def without(matrix: Tensor, absent: Sequence[int]) -> Tensor:
+def remove_nodes(matrix: Tensor, absent: Sequence[int]) -> Tensor:
     """Return the weights while some nodes are away: each end of a link that is down keeps its weight for itself.
 
     What is left is symmetric and doubly stochastic, so the mean over all nodes still stays as it is.
@@ -152,7 +152,7 @@ def without(matrix: Tensor, absent: Sequence[int]) -> Tensor:
         absent: Places of the nodes that are away.
 
     Example:
-        >>> without(torch.full((2, 2), 0.5, dtype=torch.float64), [1])
+        >>> remove_nodes(torch.full((2, 2), 0.5, dtype=torch.float64), [1])
         tensor([[1., 0.],
                 [0., 1.]], dtype=torch.float64)
     """

@@ -13,8 +13,8 @@ from fedlightning.virtual_time.availability import (
     TraceAvailability,
 )
 from fedlightning.virtual_time.clock import VirtualClock
-from fedlightning.virtual_time.link import DeviceLink, FixedLink, Link, LogNormalLink
 from fedlightning.virtual_time.speed import DeviceSpeed, FixedSpeed, LogNormalSpeed, SampleSpeed, Speed
+from fedlightning.virtual_time.transfer_times import DeviceLink, FixedLink, Link, LogNormalLink
 from fedlightning.virtual_time.wait_free import WaitFree
 
 __all__ = [

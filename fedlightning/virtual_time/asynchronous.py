@@ -19,7 +19,7 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.contract import Arrivals, AsynchronousMethod, FederatedCallback
 from fedlightning.contract.messages import Outcome, Update
 from fedlightning.engines.attempts import FederationError
-from fedlightning.engines.base import Engine
+from fedlightning.engines.contract import Engine
 from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import Counts, PositiveShare, Range
 from fedlightning.seeding import generator

@@ -14,7 +14,7 @@ from fedlightning.client.record import ClientRecord
 from fedlightning.contract import POOLED, Change, Job
 from fedlightning.contract.messages import JobTrace, Message, Update, tree_bytes
 from fedlightning.engines.attempts import FederationError
-from fedlightning.engines.base import Engine
+from fedlightning.engines.contract import Engine
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.ranges import checked
 from fedlightning.server.loop import keep_local_record
@@ -22,12 +22,12 @@ from fedlightning.server.round_clock import Clock, RoundClock
 from fedlightning.server.server import Server
 from fedlightning.virtual_time.availability import AlwaysAvailable, Availability
 from fedlightning.virtual_time.in_flight import SampleForecast
-from fedlightning.virtual_time.link import FixedLink, Link
 from fedlightning.virtual_time.settings import Described
 from fedlightning.virtual_time.speed import SampleSpeed, Speed
+from fedlightning.virtual_time.transfer_times import FixedLink, Link
 
 if TYPE_CHECKING:
-    from fedlightning.engines.base import Engine
+    from fedlightning.engines.contract import Engine
     from fedlightning.server.server import Server
 
 

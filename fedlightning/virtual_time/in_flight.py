@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedlightning.client.record import ClientRecord
 from fedlightning.contract.messages import ClientLog, JobTrace, Message, Outcome, Update
-from fedlightning.engines.base import ClientRecords, Engine
+from fedlightning.engines.contract import ClientRecords, Engine
 from fedlightning.errors import DamagedStateError
 
 if TYPE_CHECKING:

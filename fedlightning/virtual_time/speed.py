@@ -151,20 +151,20 @@ class DeviceSpeed(Speed):
             for name in ("seconds_per_sample", *optional):
                 where = f"{name} of '{kind}'"
                 entry[name] = number("DeviceSpeed", where, entry.get(name, 0.0), most=10 if name == "sigma" else 1e15)
-        self._given = table_of_classes("DeviceSpeed", clients, self.classes)
+        self._class_by_client = table_of_classes("DeviceSpeed", clients, self.classes)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments by name."""
-        return {"classes": self.classes, "clients": self._given}
+        return {"classes": self.classes, "clients": self._class_by_client}
 
     def seconds(self, seed: int, client: str, visit: int, samples: float) -> float:
         """Return the time on the client's device."""
         if not samples:
             return 0.0
-        entry = self.classes[class_of(seed, client, self.classes, self._given)]
+        entry = self.classes[class_of(seed, client, self.classes, self._class_by_client)]
         spread = math.exp(entry["sigma"] * normal(seed, "speed", client, visit)) if entry["sigma"] else 1.0
         return float(spread * (entry["overhead"] + entry["seconds_per_sample"] * samples))
 
     def clients(self) -> set[str]:
         """Return the clients with a given class."""
-        return set(self._given)
+        return set(self._class_by_client)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract import Decentralised
 from fedlightning.contract.messages import JobTrace, Message, Outcome, Update
-from fedlightning.engines.base import Engine
+from fedlightning.engines.contract import Engine
 from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import Range, at_most_one
 from fedlightning.server.loop import Loop, keep_last_scores
@@ -72,7 +72,7 @@ class WaitFree(Loop):
         self._steps: dict[str, Step] = {}
         # by receiver and sender: of which step the latest model is, and in which of the receiver's it came
         self._had: dict[str, dict[str, tuple[int, int]]] = {}
-        self._sent: list[tuple[float, str, str, int]] = []  # on their way: arrival, receiver, sender, step
+        self._in_flight: list[tuple[float, str, str, int]] = []  # on their way: arrival, receiver, sender, step
         self._models: dict[str, dict[int, State]] = {}  # by sender and step, models that somebody has or will have
 
     # -- before round 1 --------------------------------------------------------------------------------------------
@@ -160,20 +160,20 @@ class WaitFree(Loop):
             arrives = sent_at + self.clock.download(other, taken, message.size)
             if taken == 0:
                 arrives = server.costs.virtual_time  # all know the model that they begin with
-            self._sent.append((arrives, other, client, taken))
+            self._in_flight.append((arrives, other, client, taken))
 
     def _deliver(self, now: float) -> None:
         """Hand over the models that have come. One that was overtaken by a later one is of no use."""
-        for _, receiver, sender, step in (sent for sent in self._sent if sent[0] <= now):
+        for _, receiver, sender, step in (sent for sent in self._in_flight if sent[0] <= now):
             had = self._had.setdefault(receiver, {})
             if step > had.get(sender, (-1, 0))[0]:
                 had[sender] = step, self._steps[receiver][0] if receiver in self._steps else 0
-        self._sent = [sent for sent in self._sent if sent[0] > now]
+        self._in_flight = [sent for sent in self._in_flight if sent[0] > now]
 
     def _forget_models(self) -> None:
         """Drop models that nobody has and nobody will have."""
         kept = {(sender, step) for had in self._had.values() for sender, (step, _) in had.items()}
-        kept |= {(sender, step) for _, _, sender, step in self._sent}
+        kept |= {(sender, step) for _, _, sender, step in self._in_flight}
         self._models = {
             sender: {step: state for step, state in models.items() if (sender, step) in kept}
             for sender, models in self._models.items()
@@ -192,7 +192,7 @@ class WaitFree(Loop):
         self._deliver(server.costs.virtual_time)
         heard = {client: self._had.get(client, {}) for client in clients}
         server.clock = RoundClock()
-        server.clock.heard = {
+        server.clock.neighbour_models = {
             client: {
                 other: (theirs[other][0], self._models[other][theirs[other][0]])
                 for other in owner.neighbours(server, client)
@@ -235,7 +235,7 @@ class WaitFree(Loop):
             "had": {
                 receiver: {sender: list(which) for sender, which in had.items()} for receiver, had in self._had.items()
             },
-            "sent": [list(sent) for sent in self._sent],
+            "sent": [list(sent) for sent in self._in_flight],
             "models": {
                 sender: {str(step): dict(state) for step, state in models.items()}
                 for sender, models in self._models.items()
@@ -255,7 +255,7 @@ class WaitFree(Loop):
             receiver: {sender: (int(step), int(came)) for sender, (step, came) in had.items()}
             for receiver, had in state["had"].items()
         }
-        self._sent = [(arrival, receiver, sender, step) for arrival, receiver, sender, step in state["sent"]]
+        self._in_flight = [(arrival, receiver, sender, step) for arrival, receiver, sender, step in state["sent"]]
         self._models = {
             sender: {int(step): dict(model) for step, model in models.items()}
             for sender, models in state["models"].items()

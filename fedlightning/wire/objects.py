@@ -19,7 +19,7 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.codec.tree import NotPlainError, Reader, Refusal, Writer, is_dense, is_strided
 from fedlightning.contract.messages import ClientLog, Message, Update
 from fedlightning.deployment.export import Deploy, Deployed
-from fedlightning.engines.base import Visit
+from fedlightning.engines.contract import Visit
 from fedlightning.engines.score_tasks import Lost, ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.guards.preflight_task import PreflightTask, StepFinding
 from fedlightning.guards.step_trials import StepTrial

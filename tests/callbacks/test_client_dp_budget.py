@@ -74,10 +74,19 @@ def test_two_copies_that_release_one_round_at_the_same_time_do_not_both(tmp_path
     spend = ClientDP._spend
 
     def late(self, server, release):
-        with self._ledger(server).held([(1.0, 1.0, 1)], min(names)):
+        with self._ledger(server).hold([(1.0, 1.0, 1)], min(names)):
             pass  # the copy, since this one has looked
         spend(self, server, release)
 
     monkeypatch.setattr(ClientDP, "_spend", late)
     with pytest.raises(ValueError, match="Round 1 is being released by a copy of this run too"):
         federate(module(), toy_data(SIZES), [callback], max_rounds=1)
+
+
+def test_a_release_is_not_named_by_the_data_alone(tmp_path):
+    """A hash of the exact mean told readers of the folder which of two data sets it is of."""
+    names = set()
+    for run in ("a", "b"):
+        ledger_run(tmp_path, run, rounds=1)
+        names.add((tmp_path / run / "version_0" / "privacy.csv").read_text().splitlines()[-1].rpartition(",")[2])
+    assert len(names) == 2 and all(name.startswith("00000000") for name in names)

@@ -169,7 +169,9 @@ def test_nothing_of_the_copies_travels():
     plain = federate(module, data, [FedAvg()], max_rounds=2)
     assert trainer.server.costs.bytes_up == plain.server.costs.bytes_up
     assert trainer.server.costs.steps == plain.server.costs.steps
-    assert trainer.server.costs.spent["fine_tuning_steps"] == 4 * (3 + 5 + 2)  # shares, and an epoch of each client
+    assert trainer.server.costs.extra_work["fine_tuning_steps"] == 4 * (
+        3 + 5 + 2
+    )  # shares, and an epoch of each client
 
 
 def test_resumed_is_uninterrupted(tmp_path):

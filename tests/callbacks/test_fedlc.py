@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedlightning.callbacks import MOON, SCAFFOLD, FedAvg, FedLC, FedPer, FedProx, FedSAM
 from fedlightning.callbacks.fedlc import calibrated_loss
-from fedlightning.callbacks.shared.calibration import kind_of_loss
+from fedlightning.callbacks.shared.logit_calibration import kind_of_loss
 from fedlightning.engines.attempts import FederationError
 from fedlightning.tensors import module_state
 from fedlightning.testing.pairs import check_pair

@@ -25,7 +25,7 @@ def test_kept_layers_are_not_sent_and_stay_as_trained(make):
         left_out = whole - set(message.state)
         assert len({name.split(".")[1] == "3" for name in left_out}) == (message.round > 0)
     for client in SIZES:
-        kept = callback.kept(trainer.server, client)
+        kept = callback.choose_layers(trainer.server, client)
         itself = callback.weights(trainer.server, client)[:, int(client)]
         assert kept == [int(itself.argmax())]
         deployed, own = module_state(trainer.module(client)), spy.of_round(2)[client].state
@@ -51,7 +51,7 @@ def test_no_gradient_flows_through_kept_layers():
     trainer = federate(Toy("sgd"), toy_data(), [callback], max_rounds=2)
     server = trainer.server
     models = callback.models(server)
-    kept = callback.kept(server, "0")[0]
+    kept = callback.choose_layers(server, "0")[0]
     thbar = callback.personalised(server, "0", models)
     for layer, names in enumerate(LAYERS):
         trained = {name: value + (name in names) for name, value in thbar.items()}
@@ -71,9 +71,9 @@ def test_layers_stay_by_what_was_learned_not_by_the_initial_noise():
         bias[layer * len(SIZES)] += 0.5
         server.state["HeurpFedLA"]["psi"] = {"0": {**psi, "heads.bias": bias}}
         assert callback.weights(server, "0")[layer, 0] > first[layer]
-        assert callback.kept(server, "0") == [layer]
+        assert callback.choose_layers(server, "0") == [layer]
         bias[layer * len(SIZES)] -= 1.0
-        assert callback.kept(server, "0") == []
+        assert callback.choose_layers(server, "0") == []
 
 
 @pytest.mark.parametrize("count", [2, -1])

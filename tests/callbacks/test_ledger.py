@@ -22,7 +22,7 @@ def spend_within(folder: Path, secret: str, limit: int) -> None:
     """Spend a step at a time while all runs together have spent less than the limit."""
     for count in range(1, ROUNDS + 1):
         try:
-            with Ledger(str(folder), "clients", secret).held([(1.0, 0.1, count)]) as others:
+            with Ledger(str(folder), "clients", secret).hold([(1.0, 0.1, count)]) as others:
                 if count + sum(steps[2] for steps in others) > limit:
                     raise ValueError("too much")
         except ValueError:
@@ -35,7 +35,7 @@ def test_runs_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
         process.start()
     for process in found:
         process.join()
-    with Ledger(str(tmp_path), "clients", "d").held(None) as others:
+    with Ledger(str(tmp_path), "clients", "d").hold(None) as others:
         assert sorted(others) == [[1.0, 0.1, ROUNDS]] * 3
 
 
@@ -46,7 +46,7 @@ def test_runs_at_the_same_time_do_not_exceed_a_limit_together(tmp_path: Path) ->
         process.start()
     for process in found:
         process.join()
-    with Ledger(str(tmp_path), "clients", "d").held(None) as others:
+    with Ledger(str(tmp_path), "clients", "d").hold(None) as others:
         assert sum(steps[2] for steps in others) == limit
 
 

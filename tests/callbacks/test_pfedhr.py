@@ -118,7 +118,9 @@ def rounds(monkeypatch):
 
     def noted(self, algorithm, server, models):
         before(self, algorithm, server, models)
-        made.append(({client: clone(state) for client, state in models.items()}, self.candidates, self.given))
+        made.append(
+            ({client: clone(state) for client, state in models.items()}, self.candidates, self.choice_by_client)
+        )
 
     monkeypatch.setattr(Reassembly, "__init__", noted)
     return made

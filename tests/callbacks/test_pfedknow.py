@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedlightning.callbacks import MOON, SCAFFOLD, FedAdam, FedLP, FedProx, pFedKnow
-from fedlightning.callbacks.pfedknow import kept, pseudo_label_loss
+from fedlightning.callbacks.pfedknow import pseudo_label_loss, select_kept
 from fedlightning.tensors import module_state
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Toy, ToyData, close, federate, global_state, mean_of, same, samples, spied, toy_data
@@ -138,9 +138,9 @@ def test_what_starts_at_zero_is_not_what_was_pruned(prune):
 
 def test_what_is_pruned_is_smallest():
     w = torch.tensor([[0.3, -0.1, 0.0], [2.0, 0.2, -0.1]])
-    assert kept(w, 0.0).all()
-    assert kept(w, 1 / 3).tolist() == [[True, False, False], [True, True, True]]
-    assert kept(w, 0.1).tolist() == [[True, True, False], [True, True, True]]  # a zero counts as pruned
+    assert select_kept(w, 0.0).all()
+    assert select_kept(w, 1 / 3).tolist() == [[True, False, False], [True, True, True]]
+    assert select_kept(w, 0.1).tolist() == [[True, True, False], [True, True, True]]  # a zero counts as pruned
 
 
 class Guided(Toy):

@@ -18,7 +18,7 @@ from fedlightning.callbacks.robust import (
     NormClippedMean,
     TrimmedMean,
 )
-from fedlightning.callbacks.shared.robust import capped
+from fedlightning.callbacks.shared.robust_rules import capped
 from fedlightning.contract import Change, Facts, FederatedCallback
 from fedlightning.options import FailurePolicy
 from fedlightning.virtual_time import Asynchronous

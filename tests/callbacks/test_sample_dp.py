@@ -44,7 +44,7 @@ from fedlightning.callbacks.shared.record_gradients import RecordGradients
 from fedlightning.client.visit import carry_out
 from fedlightning.contract.messages import Message
 from fedlightning.engines.attempts import FederationError
-from fedlightning.engines.base import Evaluate
+from fedlightning.engines.contract import Evaluate
 from fedlightning.errors import ConfigurationError
 from fedlightning.virtual_time import Asynchronous, FixedSpeed, VirtualClock
 from tests.conformance.case import collect

@@ -6,13 +6,15 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
 
 from fedlightning.callbacks import FedAvg, SampleDP
 from fedlightning.callbacks import sample_dp_checks as checks
+from fedlightning.callbacks.shared.poisson_batches import refuse_undrawable
 from fedlightning.datamodules import IIDPartitioner, Partitioned, TabularFederatedDataModule
+from fedlightning.datamodules.views import IndexView
 from fedlightning.datamodules.wrapped import ValidatedOnTest
 from tests.helpers import Toy, federate
 
@@ -72,7 +74,7 @@ class OfALightningModule(LightningDataModule):
 def test_features_that_depend_on_other_records_are_refused(tmp_path):
     """One row far away moves the features of all others, which the clip of its own gradient does not bound."""
     dp = SampleDP(delta=1e-3, noise_multiplier=1.0, noise_seed=3)
-    refused = "one moves the features of others: "
+    refused = "one moves others' features: "
     local = table(tmp_path)
     for data in (local, ValidatedOnTest(local)):
         with pytest.raises(ValueError, match=f"{refused}'x' is scaled by the mean and deviation of all rows"):
@@ -88,6 +90,27 @@ def test_features_that_depend_on_other_records_are_refused(tmp_path):
     trainer = Trainer(callbacks=[dp], accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match=f"{refused}rows are ranked"):
         trainer.fit(Toy(), datamodule=OfALightningModule())
+
+
+def test_a_record_that_the_data_have_several_times_is_refused():
+    """Oversampled, it was drawn as often, and moved the sum of a step by twice its share and more."""
+    whole = TensorDataset(torch.arange(6.0))
+    twice = (
+        Subset(whole, [0, 1, 2, 0]),
+        Subset(whole, [5, 0, -1]),
+        Subset(Subset(whole, [3, 3]), [0, 1]),
+        ConcatDataset([whole, Subset(whole, [4])]),
+        IndexView(whole, [2, 2]),
+    )
+    for data in twice:
+        with pytest.raises(
+            ValueError, match="SampleDP hides a record that is drawn once, and the training data have one 2"
+        ):
+            refuse_undrawable(DataLoader(data, batch_size=2), "SampleDP", grouped=False)
+        refuse_undrawable(DataLoader(data, batch_size=2), "SampleDP", grouped=True)  # all copies are of one patient
+    parts = [Subset(whole, [0, 5]), Subset(whole, [1, 2, 3]), TensorDataset(torch.arange(6.0))]
+    for data in (whole, *parts, ConcatDataset(parts), Subset(ConcatDataset(parts), [8, 3, 0])):
+        refuse_undrawable(DataLoader(data, batch_size=2), "SampleDP", grouped=False)
 
 
 class Counts(nn.Module):

@@ -79,7 +79,7 @@ def test_the_noisy_count_alone_decides_what_is_sent_and_divides():
 def test_a_release_is_in_the_ledger_at_its_full_rate(tmp_path):
     callback = dp(means_noise=2.0, ledger=str(tmp_path / "ledger"))
     federate(module(), toy_data({"0": 24, "1": 24}), [FedProto(), callback], max_rounds=1)
-    with Ledger(callback.ledger, "0", "").held(None) as steps:
+    with Ledger(callback.ledger, "0", "").hold(None) as steps:
         assert (2.0, 1.0, 1) in {tuple(one) for one in steps}
 
 

@@ -25,7 +25,7 @@ from fedlightning.report.build import build_report
 from fedlightning.server.costs import Costs
 from fedlightning.server.loop import Synchronous
 from fedlightning.virtual_time import Asynchronous, FixedSpeed, VirtualClock, WaitFree
-from tests.callbacks.test_checkpoints import SIZES, Scripted
+from tests.callbacks.test_model_selection import SIZES, Scripted
 from tests.helpers import Toy, make_trainer, same, toy_data
 from tests.sites.helpers import Line, at_sites, sites, together
 

@@ -43,7 +43,7 @@ def test_what_is_taken_of_rounded_normal_numbers_is_the_discrete_gaussian(std):
     made = rounded * exact
     assert np.allclose(made / made.sum(), wanted, rtol=1e-10, atol=0)
     for coins in (exact * (1 - 1e-12), exact * (1 + 1e-12)):  # what is sure without the integral is sure with it
-        assert np.array_equal(secret_noise._taken(there.astype(float), std, coins), coins < exact)
+        assert np.array_equal(secret_noise._accept(there.astype(float), std, coins), coins < exact)
 
 
 def test_wide_noise_has_its_deviation_and_is_symmetric():

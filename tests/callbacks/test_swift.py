@@ -7,10 +7,10 @@ import torch
 
 from fedlightning.callbacks import DSGD, SWIFT, FedAvg
 from fedlightning.options import FailurePolicy, Processes
+from fedlightning.run.job_timeline import read_trips
 from fedlightning.tensors import module_state
 from fedlightning.topology import make_graph, mixing_weights
 from fedlightning.virtual_time import FixedLink, FixedSpeed, LogNormalSpeed, TraceAvailability, VirtualClock, WaitFree
-from fedlightning.virtual_time.timeline import read_trips
 from tests.callbacks.test_dfedavg import NAMES, A, B, nodes
 from tests.conformance.case import Case, Kept
 from tests.helpers import (

@@ -74,7 +74,9 @@ def test_digest_changes_training_and_counts_as_own_steps(tmp_path: Path) -> None
     assert not equal(with_digest.server.model, without.server.model)
     record = with_digest.store.get("site0")
     assert record.steps == 3  # the digest's are not the federation's
-    assert with_digest.server.costs.spent["own_steps"] == 4 * 2 * 2 * 2  # clients, rounds with logits, epochs, batches
+    assert (
+        with_digest.server.costs.extra_work["own_steps"] == 4 * 2 * 2 * 2
+    )  # clients, rounds with logits, epochs, batches
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from torchmetrics.classification import MulticlassAccuracy
 from fedlightning.callbacks import FedAvg
 from fedlightning.client import requests
 from fedlightning.datamodules import ArrayDataset, ArrayFederatedDataModule, IIDPartitioner
-from fedlightning.fast import evaluation
+from fedlightning.fast import fast_evaluation
 from fedlightning.fast.module_copier import Copier
-from fedlightning.fast.trainer import FastTrainer
+from fedlightning.fast.trainer_view import FastTrainer
 from fedlightning.models import MLP, Classifier
 from tests.helpers import make_trainer, mostly_slow
 
@@ -68,7 +68,7 @@ def scored(monkeypatch, module, clients=9, one_by_one=False, before_test=lambda:
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if one_by_one:
-            patch.setattr(requests, "LONGEST", 1)
+            patch.setattr(requests, "MAX_WAITING", 1)
         trainer = make_trainer(None, [FedAvg()], max_rounds=1, evaluation=0, **options)
         trainer.fit(module, Points(IIDPartitioner(clients, stratified=False), batch_size=4))
         before_test()
@@ -101,9 +101,9 @@ def test_what_clients_share_is_done_once(monkeypatch):
         monkeypatch.setattr(owner, name, counted)
 
     for owner, name in (
-        (evaluation, "Hooks"),
-        (evaluation, "LogCollector"),
-        (evaluation, "to_device"),
+        (fast_evaluation, "Hooks"),
+        (fast_evaluation, "LogSheet"),
+        (fast_evaluation, "to_device"),
         (Copier, "copy"),
     ):
         count(owner, name)
@@ -111,5 +111,5 @@ def test_what_clients_share_is_done_once(monkeypatch):
     for clients in (5, 25):
         scored(monkeypatch, Classifier(MLP(4, [5], 3), 3), clients, participation=2, before_test=counts.clear)
         found.append(dict(counts))
-    assert {"Hooks", "LogCollector", "to_device"} <= set(found[0])
+    assert {"Hooks", "LogSheet", "to_device"} <= set(found[0])
     assert found[0] == found[1]

@@ -27,9 +27,9 @@ from torch import nn
 
 from fedlightning.codec.allowed import UntrustedError
 from fedlightning.codec.container import VERSION, layout
+from fedlightning.codec.exotic_values import BY_NAME
 from fedlightning.codec.modules import native
 from fedlightning.codec.tree import NotPlainError, Reader, Writer, file_of, load
-from fedlightning.codec.values import BY_NAME
 from fedlightning.storage.files import UnreadableError
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from fedlightning.cli import main
 from fedlightning.commands.compare import default_out
-from fedlightning.study.runs import load_study
+from fedlightning.study.finished_runs import load_study
 from tests.experiments.tiny import small
 from tests.study.folders import write_study
 

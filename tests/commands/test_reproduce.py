@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from fedlightning.cli import main
-from fedlightning.experiments.reproduce import runs
+from fedlightning.experiments.reproduce import table_runs
 from tests.experiments.reproduce.writing import table, write
 from tests.experiments.tiny import HERE, small
 
@@ -80,7 +80,7 @@ def test_missing_data_and_packages_are_said_and_nothing_runs(capsys, monkeypatch
     assert reproduce("t.yaml", "--out=out") == 0
     assert "Numbers is missing: a.csv is not in data/numbers or data/Numbers. Make them" in capsys.readouterr().out
     assert results()["FedAvg / accuracy"]["verdict"] == "not run"
-    monkeypatch.setitem(runs.PACKAGES, "ray", "no_such_package")
+    monkeypatch.setitem(table_runs.PACKAGES, "ray", "no_such_package")
     digits(Path("t.yaml"), extras=["ray"])
     assert reproduce("t.yaml", "--out=out") == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -8,7 +8,7 @@ import tempfile
 from multiprocessing import util
 from pathlib import Path
 
-from fedlightning.compat.system import LONGEST, short_sockets, short_temporary_folder
+from fedlightning.compat.system import MAX_PATH_BYTES, short_sockets, short_temporary_folder
 from tests.processes import forked
 
 
@@ -27,7 +27,7 @@ def test_a_process_starts_where_the_folder_has_a_long_name(tmp_path):
         short_sockets()
         assert tempfile.gettempdir() == str(long)  # other files go where the user wants them
         folder = util.get_temp_dir()
-        assert len(os.fsencode(Path(folder).parent)) <= LONGEST
+        assert len(os.fsencode(Path(folder).parent)) <= MAX_PATH_BYTES
         context = multiprocessing.get_context("spawn")
         assert context.Manager().list([1])[0] == 1  # its server listens on a socket
         os.rmdir(folder) if not os.listdir(folder) else None

@@ -15,7 +15,7 @@ from fedlightning.compat import sheets
 from fedlightning.run.folder import MetricsFile
 from fedlightning.scores.rows import Row, read_part, read_rows, write_rows
 from fedlightning.storage.files import add_round
-from fedlightning.study.export import as_csv
+from fedlightning.study.comparison_files import as_csv
 
 FORMULAS = ["=HYPERLINK(1)", "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", " =1", "'=1", "''=1", "-", "=", "'"]
 OTHERS = ["a", "-1", "+1.5", "-inf", "'", "it's", "a=b", "", "'a", "-1e5"]

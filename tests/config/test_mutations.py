@@ -11,7 +11,7 @@ import yaml
 
 from fedlightning.cli import main
 from fedlightning.commands.run import Commands
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.config.parsing import CommandLine
 from fedlightning.config.value_checks import check_values
 from fedlightning.trainer import FederatedTrainer

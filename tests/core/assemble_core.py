@@ -21,8 +21,8 @@ from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
-from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.engines.base import ClientRecords
+from fedlightning.datamodules.federated_data import FederatedDataModule
+from fedlightning.engines.contract import ClientRecords
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.models import MLP, Classifier
 from fedlightning.run.recorder import Recorder

@@ -10,8 +10,8 @@ from scipy import stats
 
 from fedlightning.cli import main
 from fedlightning.datamodules import DigitsDataModule, IIDPartitioner, TextTableDataModule, tabular
-from fedlightning.datamodules.report import describe_columns, plot_images
-from tests.datamodules.test_statistics import stays, write_table
+from fedlightning.datamodules.partition_report import describe_columns, plot_images
+from tests.datamodules.test_agreed_statistics import stays, write_table
 
 
 @pytest.fixture

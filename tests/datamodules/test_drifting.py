@@ -21,7 +21,7 @@ from fedlightning.datamodules import (
     TabularFederatedDataModule,
 )
 from fedlightning.datamodules.drifting import in_time
-from fedlightning.datamodules.held_out import without
+from fedlightning.datamodules.held_out import exclude_clients
 from fedlightning.models import MLP, Classifier
 from fedlightning.onboarding.onboarding import Onboarding
 from fedlightning.options import Evaluation, FailurePolicy, Processes
@@ -298,7 +298,7 @@ def test_a_virtual_clock_counts_the_work_of_the_round(options, seconds):
 # -- what is around it -------------------------------------------------------------------------------------------------
 def test_descriptions_and_wrapped_data_keep_the_drift():
     data = drifting(3)
-    few = without(data, ["1"])
+    few = exclude_clients(data, ["1"])
     told = describe(few, left_out=["1"])
     assert told.over_rounds == {client: data.sizes_by_round(client) for client in data.client_ids}
     assert told.num_samples("0") == 24 and told.num_samples("0", "train", 1) == 8 == told.num_samples("0", round=99)

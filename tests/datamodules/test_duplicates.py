@@ -4,7 +4,7 @@ from torch.utils.data import TensorDataset
 
 from fedlightning.cli import main
 from fedlightning.datamodules import DigitsDataModule, IndexedFederatedDataModule, Split, SyntheticDataModule
-from fedlightning.datamodules.report import find_duplicates
+from fedlightning.datamodules.partition_report import find_duplicates
 
 
 class Planted(IndexedFederatedDataModule):

@@ -14,7 +14,7 @@ from fedlightning.datamodules import (
     TabularFederatedDataModule,
 )
 from fedlightning.datamodules.groups import codes_of, cut_groups, keys_of_groups, looks_like_identifier
-from fedlightning.datamodules.held_out import without
+from fedlightning.datamodules.held_out import exclude_clients
 
 SPLITS = ("train", "val", "test")
 
@@ -172,7 +172,7 @@ def test_who_holds_which_groups_is_known_in_the_order_of_the_samples():
         TensorDataset(x, torch.arange(30) % 2), partitioner=IIDPartitioner(2), test_fraction=0.0, group=patients
     )
     data.setup()
-    for held in (data, without(data, ["1"])):
+    for held in (data, exclude_clients(data, ["1"])):
         for split in ("train", "val"):
             rows = [int(row) for row, _ in data.client_dataloader("0", split).dataset]
             assert held.sample_groups("0", split).tolist() == patients[rows].tolist()

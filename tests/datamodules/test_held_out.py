@@ -14,7 +14,7 @@ from fedlightning.datamodules import (
     ShiftedDataModule,
     ValidatedOnTest,
 )
-from fedlightning.datamodules.held_out import draw_held_out, without
+from fedlightning.datamodules.held_out import draw_held_out, exclude_clients
 from fedlightning.testing.toys import ToyData
 
 
@@ -33,7 +33,7 @@ def test_unions_are_those_of_the_clients_that_are_left(make):
     data.prepare_data()
     data.setup("fit")
     out, *left = data.client_ids
-    few = without(data, [out])
+    few = exclude_clients(data, [out])
     assert few.client_ids == left and data.client_ids == [out, *left]
     for split in ("train", "val"):
         held = [few.client_dataloader(client, split).dataset for client in left]
@@ -50,14 +50,14 @@ def test_unions_are_those_of_the_clients_that_are_left(make):
 
 def test_a_union_has_the_batches_that_it_has_without_them():
     """Bit for bit the union of data that never had the client."""
-    few, never = without(ToyData(), ["site3"]), ToyData(sizes=(12, 7, 10))
+    few, never = exclude_clients(ToyData(), ["site3"]), ToyData(sizes=(12, 7, 10))
     one, other = (list(data.pooled_dataloader("train")) for data in (few, never))
     assert all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
 def test_nobody_is_left_out():
     data = ToyData()
-    assert without(data, []) is data
+    assert exclude_clients(data, []) is data
 
 
 def test_shares_and_numbers():
@@ -81,7 +81,7 @@ def test_public_data_are_not_theirs(kind):
     data, whole = kind(public_fraction=0.2), DigitsDataModule()
     for one in (data, whole):
         one.setup("fit")
-    few = without(data, ["0", "1"])
+    few = exclude_clients(data, ["0", "1"])
     left = {tuple(x.flatten().tolist()) for client in few.client_ids for x, _ in samples(whole, client)}
     out = {tuple(x.flatten().tolist()) for client in "01" for x, _ in samples(whole, client)} - left
     public = {tuple(x.flatten().tolist()) for x, _ in few.public_dataloader().dataset}
@@ -89,8 +89,8 @@ def test_public_data_are_not_theirs(kind):
     assert len(data.public_dataloader().dataset) == len(few.public_dataloader().dataset) + sum(
         whole.num_samples(client) - data.num_samples(client) for client in "01"
     )
-    assert without(data, few.client_ids).public_dataloader() is not None
-    assert without(whole, ["0"]).public_dataloader() is None
+    assert exclude_clients(data, few.client_ids).public_dataloader() is not None
+    assert exclude_clients(whole, ["0"]).public_dataloader() is None
 
 
 def samples(data, client):
@@ -108,7 +108,7 @@ def test_whoever_wraps_data_says_what_they_say_of_their_records():
     """Else a callback that hides records would let them in."""
     data = Ranked(IIDPartitioner(3))
     data.setup()
-    for wrapped in (data, without(data, ["0"]), ValidatedOnTest(data), ShiftedDataModule(data, "noise", 0.5)):
+    for wrapped in (data, exclude_clients(data, ["0"]), ValidatedOnTest(data), ShiftedDataModule(data, "noise", 0.5)):
         assert wrapped.coupled_records == wrapped.coupling == Ranked.coupled_records, type(wrapped)
     with pytest.raises(ValueError, match=r"rows are ranked.* of later windows, too"):
         DriftingDataModule(data, windows=2).setup()

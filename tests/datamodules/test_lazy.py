@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning import FederatedTrainer
 from fedlightning.callbacks import Central, FedAvg, FedPer, GlobalCheckpoint
 from fedlightning.datamodules import AddressedSampler, LazyClients, LoaderDataModule, SyntheticDataModule
-from fedlightning.datamodules.held_out import without
+from fedlightning.datamodules.held_out import exclude_clients
 from fedlightning.deployment import export as deployed
 from fedlightning.errors import DamagedStateError
 from fedlightning.options import Evaluation
@@ -123,7 +123,7 @@ def test_held_out_clients(tmp_path):
     data = Counting(2000)
     trainer = fit(data, tmp_path, held_out=0.5)
     assert len(trainer.client_ids) == 1000 and len(data.made) <= 6 + 2
-    assert without(data, ["3"]).common_batches == {"batch_size": 4, "drop_last": False, "shuffle": True}
+    assert exclude_clients(data, ["3"]).common_batches == {"batch_size": 4, "drop_last": False, "shuffle": True}
 
 
 def test_the_same_samples_again_and_in_another_process():

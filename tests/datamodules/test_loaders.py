@@ -11,7 +11,7 @@ from torch.utils.data import (
 )
 
 from fedlightning.datamodules import AddressedSampler, LoaderDataModule
-from fedlightning.datamodules.indexed import ResidentBatches, resident_batches
+from fedlightning.datamodules.resident_batches import ResidentBatches, resident_batches
 from tests.helpers import Toy, make_trainer
 
 
@@ -104,5 +104,5 @@ def test_public_data_beside_the_clients_loaders():
     public = DataLoader(TensorDataset(torch.zeros(3, 2)), batch_size=2)
     data = LoaderDataModule({"a": public, "b": public}, public=public)
     assert data.public_dataloader() is public and data.public_report() == {"samples": 3}
-    assert data.without(["b"]).public_dataloader() is public
+    assert data.exclude(["b"]).public_dataloader() is public
     assert LoaderDataModule({"a": public}).public_dataloader() is None

@@ -8,7 +8,7 @@ import torch
 
 from fedlightning.client.data_summary import describe
 from fedlightning.datamodules import DigitsDataModule, MixtureDataModule
-from fedlightning.datamodules.held_out import without
+from fedlightning.datamodules.held_out import exclude_clients
 from fedlightning.server.summary import describe_data
 
 HALVES = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
@@ -147,7 +147,7 @@ def test_planted_groups_are_those_of_most_training_samples():
     table = [[0.5, 0.5], [0.25, 0.75], [0.75, 0.25]]
     data = mixed(num_clients=3, mixture=table)
     assert data.planted_groups == {"1": 1, "2": 0}, "half and half is of neither group"
-    assert describe_data(describe(without(data, ["2"]), details=DETAILS))["groups"] == {"1": 1}
+    assert describe_data(describe(exclude_clients(data, ["2"]), details=DETAILS))["groups"] == {"1": 1}
     plain = DigitsDataModule()
     plain.setup()
     assert "groups" not in describe_data(describe(plain, details=DETAILS))

@@ -14,7 +14,7 @@ from fedlightning.datamodules import (
     QuantitySkewPartitioner,
     describe,
 )
-from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.plans import cut
 from fedlightning.datamodules.skew import raise_to_minimum
 
 LABELS = np.repeat(np.arange(10), [90, 110, 100, 80, 120, 95, 105, 100, 130, 70])[

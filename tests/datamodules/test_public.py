@@ -20,10 +20,10 @@ from fedlightning.datamodules import (
     Partitioned,
     Split,
 )
-from fedlightning.datamodules.another import share_of
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule
+from fedlightning.datamodules.federated_data import SPLITS, FederatedDataModule
 from fedlightning.datamodules.groups import content_hash
 from fedlightning.datamodules.public import PairedBatch, public_loader
+from fedlightning.datamodules.public_from_another import share_of
 
 IID = IIDPartitioner(3)
 

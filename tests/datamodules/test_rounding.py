@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fedlightning.datamodules.partition import _repair, apportion, round_table, sinkhorn
+from fedlightning.datamodules.plans import _repair, apportion, round_table, sinkhorn
 
 
 def test_apportion_is_the_largest_remainder():

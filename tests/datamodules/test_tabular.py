@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from fedlightning.datamodules import DirichletPartitioner, IIDPartitioner, TabularFederatedDataModule, describe
-from fedlightning.datamodules.tables import Form, numbers_of, read_table
+from fedlightning.datamodules.csv_tables import Form, numbers_of, read_table
 
 RNG = np.random.default_rng(0)
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from fedlightning.datamodules import LEAFSent140DataModule, TextTableDataModule
-from fedlightning.datamodules.words import WordNumbers
+from fedlightning.datamodules.word_numbers import WordNumbers
 
 NOTES = ("Chest pain, worse at night.", "Fever; cough", 'Says "no pain", alert', "Fell; hip hurts")
 

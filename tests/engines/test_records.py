@@ -10,7 +10,7 @@ from fedlightning import FederatedTrainer
 # isort: split
 from fedlightning.callbacks import FedPer
 from fedlightning.client.record import ClientRecord
-from fedlightning.engines.base import ClientRecords, default_limit, tensor_bytes
+from fedlightning.engines.contract import ClientRecords, default_limit, tensor_bytes
 from fedlightning.errors import ConfigurationError
 from fedlightning.tensors import equal, module_state
 from tests.helpers import Toy, federate, toy_data

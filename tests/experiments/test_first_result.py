@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedlightning.cli import main
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.execute import FirstResult, Task, check_metric
 from tests.experiments.tiny import small

@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from fedlightning.commands.compare import compare
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.config.parsing import refuse_grids
 from fedlightning.experiments.plan import make_plan, read_grid
 from fedlightning.report.context import Context
 from fedlightning.report.sections.grid import grid
-from fedlightning.study.runs import load_study
+from fedlightning.study.finished_runs import load_study
 from fedlightning.study.study import Study
 from tests.experiments.tiny import request, small
 from tests.report.made_up import make_study

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fedlightning.commands.study import parse_seeds, split_words
-from fedlightning.config.errors import InputError
+from fedlightning.commands.study_options import parse_seeds, split_words
+from fedlightning.config.input_errors import InputError
 from fedlightning.experiments.children import Outcome, call
 from fedlightning.experiments.experiment import StudyFile
 from fedlightning.experiments.methods import (

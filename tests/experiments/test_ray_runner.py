@@ -13,7 +13,7 @@ import fedlightning  # noqa: F401  before lightning
 
 # isort: split
 from fedlightning.cli import main
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.experiments.methods import Method
 from fedlightning.experiments.ray_runner import ray_options, refuse_ray_within
 from fedlightning.parallel import ray as ray_cluster

@@ -10,20 +10,20 @@ import pytest
 import yaml
 
 from fedlightning.cli import main
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.experiments.methods import Method, without_place
 from fedlightning.experiments.plan import make_plan
 from fedlightning.experiments.search import (
     Proposals,
     Trial,
     combinations,
-    have_ledgers,
     name_edges,
     objective,
     override,
     parse_grid,
     parse_search,
     ranked,
+    refuse_private,
     split_values,
 )
 from fedlightning.scores.rows import Row, read_rows
@@ -101,7 +101,7 @@ def test_proposals_are_the_same_for_the_same_seed_and_answers():
 # -- the choice --------------------------------------------------------------------------------------------------------
 def write_run(folder: Path, rows: list[tuple[str, str, str, str, float | None, int]], validating: list[str]) -> Path:
     """A finished run's summary of (model, stage, checkpoint, client, value, samples)."""
-    from fedlightning.scores.metrics import summarise
+    from fedlightning.scores.metric_names import summarise
 
     made = [
         Row(1, s, m, c, "local", "val", client, "val_loss", math.nan if v is None else v, n)
@@ -234,12 +234,28 @@ def test_what_cannot_work_is_refused_before_anything_runs(tmp_path, capsys, word
     assert not Path("out/runs").exists()
 
 
-def test_a_callback_without_a_list_is_one_of_a_trial():
-    """Configurations may have `callbacks: NAME`; its trials are planned, and their ledgers found, as those of a list."""
-    alone = {"class_path": "fedlightning.callbacks.FedProto"}
-    private = {"class_path": "fedlightning.callbacks.ClientDP", "init_args": {"ledger": "ledger"}}
-    assert not have_ledgers([Method("a", [], {"trainer": {"callbacks": alone}})])
-    assert have_ledgers([Method("a", [], {"trainer": {"callbacks": private}})])
+def test_private_trials_are_refused_without_scores_or_a_ledger(tmp_path):
+    """The first trial was spent before it was seen to have no score; without a ledger, nobody added up what all spent."""
+    pytest.importorskip("opacus")
+
+    def runs(name, count, **options):  # configurations may have `callbacks: NAME`, without a list
+        entry = {"class_path": f"fedlightning.callbacks.{name}", "init_args": options}
+        return [Method("a", [], {"trainer": {"callbacks": entry, "max_rounds": 2}})] * count
+
+    refuse_private(runs("FedProto", 2))
+    for name in ("ClientDP", "SampleDP"):
+        options = {"delta": 1e-3, "noise_multiplier": 1.0}
+        with pytest.raises(
+            InputError, match=rf"{name} withholds scores on validation data, and a sweep chooses by them"
+        ):
+            refuse_private(runs(name, 1, **options))
+        options |= {"scores": "in the clear"}
+        with pytest.raises(
+            InputError, match=rf"{name}: 2 runs on the same data add up, and without a ledger each counts"
+        ):
+            refuse_private(runs(name, 2, **options))
+        refuse_private(runs(name, 1, **options))
+        refuse_private(runs(name, 2, **options, ledger=str(tmp_path)))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import LocalCheckpoint
-from fedlightning.commands.study import CLI
+from fedlightning.commands.study_options import CLI
 from fedlightning.datamodules import DigitsDataModule
 from fedlightning.experiments.methods import AUTO
 from fedlightning.experiments.plan import Request

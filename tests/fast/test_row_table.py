@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.fast.evaluation import RowTable
+from fedlightning.fast.fast_evaluation import RowTable
 from fedlightning.scores.rows import Row
 
 

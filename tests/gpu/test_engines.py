@@ -12,7 +12,7 @@ from fedlightning.options import Processes
 from tests.gpu.on import HERE, near
 from tests.gpu.test_loops import digits
 from tests.helpers import NormNet, Toy, differs, federate, same, toy_data
-from tests.stacked.test_engine import ADAM, SGD, assert_equal, pair
+from tests.stacked.test_vectorized_engine import ADAM, SGD, assert_equal, pair
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ import fedlightning  # noqa: F401  before lightning
 from fedlightning.callbacks import APFL, SCAFFOLD, FedAvg, FedProx
 from fedlightning.datamodules import DigitsDataModule, IIDPartitioner
 from fedlightning.models import Classifier
-from tests.fast.test_fit import both
+from tests.fast.test_fast_fit import both
 from tests.gpu.on import ACCELERATOR, HERE, REAL, near, tf32
 from tests.helpers import NormNet, Toy, close, differs, federate, same, spied, toy_data
 from tests.test_precision import Overflows, WithTerm, fp16

@@ -261,7 +261,7 @@ def test_scores_that_cannot_be_are_gaps():
 
 def test_what_metrics_can_be_is_said_by_modules():
     from fedlightning.models import MLP, Classifier
-    from fedlightning.scores.metrics import bounds_of, outside
+    from fedlightning.scores.metric_names import bounds_of, outside
 
     bounds = bounds_of(Classifier(MLP(4, [], 2), num_classes=2).modules())
     assert outside(bounds, "val_accuracy", 7.0) == "[0, 1]" and outside(bounds, "val_accuracy", 1.0000001) is None

@@ -14,7 +14,7 @@ from fedlightning.algorithm import ClientSelection, Extra, Facts, Wire
 from fedlightning.callbacks import SCAFFOLD, FedAsync, FedAvg
 from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
-from fedlightning.guards.update_checks import FACTOR, TINY, WINDOW, Norms, UpdateChecks, norm_of_sent
+from fedlightning.guards.update_checks import FACTOR, WINDOW, ZERO_LENGTH, Norms, UpdateChecks, norm_of_sent
 from fedlightning.options import FailurePolicy
 from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock
 from tests.helpers import CLASSES, FEATURES, NormNet, Toy, federate, make_trainer, part_of, same, toy_data
@@ -154,7 +154,7 @@ class Zeros(Toy):
 
 def test_a_model_of_zeros_tells_nothing_of_the_size():
     assert not failed(federate(Zeros(lr=1.0), toy_data(), [FedAvg()], max_rounds=3))
-    assert norm_of_sent([torch.zeros(9)]) == norm_of_sent([torch.full((9,), TINY / 2)]) == 3.0
+    assert norm_of_sent([torch.zeros(9)]) == norm_of_sent([torch.full((9,), ZERO_LENGTH / 2)]) == 3.0
     with pytest.warns(UserWarning, match="client '0' was refused"):
         federate(Zeros(), toy_data(), [Liar(number=1e6, entry="net.weight")], max_rounds=1)
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning.callbacks import FedAvg, Local
 from fedlightning.cli import main
 from fedlightning.datamodules.loaders import LoaderDataModule
-from fedlightning.leakage import basic_attacks, in_words, leakage, membership, site_inference
+from fedlightning.leakage import basic_attacks, describe_attacks, leakage, membership, site_inference
 from fedlightning.study.predicted import members_of
 from tests.helpers import Toy, federate, make_trainer, toy_data
 
@@ -47,8 +47,8 @@ def test_what_chance_finds(count, monkeypatch):
     assert chance == (count // 100 + 1) / (count + 1)
     assert abs(hits.mean() - chance) < 4 * hits.std() / np.sqrt(len(hits))
     ratio = {"shadows": 4, **asdict(rows[0])}
-    assert f"(chance finds {chance:.1%})" in in_words({"likelihood_ratio": ratio})[0]
-    assert "chance" not in in_words({"likelihood_ratio": {k: v for k, v in ratio.items() if k != "chance"}})[0]
+    assert f"(chance finds {chance:.1%})" in describe_attacks({"likelihood_ratio": ratio})[0]
+    assert "chance" not in describe_attacks({"likelihood_ratio": {k: v for k, v in ratio.items() if k != "chance"}})[0]
 
 
 def test_intervals_hold_chance_where_there_is_nothing():
@@ -105,7 +105,7 @@ def test_a_model_that_has_learnt_its_samples_by_heart_gives_them_away():
     assert set(rows) == {"a", "b"} and all(row["low"] > 0.55 for row in rows.values())
     assert [row["members"] for row in rows.values()] == [30, 20]
     assert any(why.startswith("global:") for why in found["missing"])  # Local has none
-    assert "2 of 2 models" in in_words(found)[0]
+    assert "2 of 2 models" in describe_attacks(found)[0]
 
 
 def test_clients_that_deploy_the_global_model_are_tried_once():

@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning.callbacks import ClientDP, FedAvg, SampleDP
 from fedlightning.cli import main
 from fedlightning.datamodules.loaders import LoaderDataModule
-from fedlightning.leakage import canaries, in_words, inversion, likelihood_ratio
+from fedlightning.leakage import canaries, describe_attacks, inversion, likelihood_ratio
 from fedlightning.leakage.audit import canaries_for, epsilon_bound, p_value, power_of
 from fedlightning.leakage.gradients import distance, psnr
 from fedlightning.leakage.likelihood_ratio import confidence, standing_out
 from fedlightning.models import Classifier
-from tests.datamodules.test_statistics import stays, write_table
+from tests.datamodules.test_agreed_statistics import stays, write_table
 from tests.helpers import Toy, federate, toy_data
 
 pytest.importorskip("opacus")
@@ -89,7 +89,7 @@ def test_canaries_are_found_without_noise_and_nothing_is_changed():
     assert found["canaries"] == 60 and found["guesses"] == 30 and found["epsilon"] <= found["most"]
     assert all(torch.equal(value, before[name]) for name, value in trainer.server.model.items())
     assert found == canaries(trainer, data, count=60)
-    assert "nothing is accounted for it" in in_words({"canaries": found})[0]
+    assert "nothing is accounted for it" in describe_attacks({"canaries": found})[0]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_bound_is_below_what_is_accounted_and_no_ledger_knows(dp, unit, tmp_
     assert known and {path.name: path.read_text() for path in ledger.glob("*.json")} == known
     assert found["unit"] == unit and found["delta"] == 1e-3
     assert 0 <= found["epsilon"] < found["accounted"] < math.inf
-    assert "accounted as" in in_words({"canaries": found})[0]
+    assert "accounted as" in describe_attacks({"canaries": found})[0]
     other = canaries(trainer, data, count=24, unit="record" if unit == "client" else "client")
     assert other["accounted"] is None and other["delta"] == 0  # the guarantee is of another unit
 
@@ -190,7 +190,7 @@ def test_members_learnt_by_heart_stand_out():
     trainer = federate(module(), data, [FedAvg()], max_rounds=1, local_epochs=40)
     found = likelihood_ratio(trainer, data, shadows=6)
     assert found["low"] > 0.55 and found["shadows"] == 6 and (found["members"], found["others"]) <= (60, 60)
-    assert "with 6 shadow runs" in in_words({"likelihood_ratio": found})[0]
+    assert "with 6 shadow runs" in describe_attacks({"likelihood_ratio": found})[0]
     with pytest.raises(ValueError, match="3 shadow runs are too few"):
         likelihood_ratio(trainer, data, shadows=3)
 

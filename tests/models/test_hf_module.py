@@ -18,7 +18,7 @@ from fedlightning.deployment.export import Brought, Deployed
 from fedlightning.experiments.reproduce import measures
 from fedlightning.models import HFModule
 from fedlightning.storage.files import read_tensors
-from fedlightning.study.runs import load_run
+from fedlightning.study.finished_runs import load_run
 from fedlightning.tensors import module_state
 from fedlightning.wrappers.adapters import save_peft
 from tests.helpers import (

@@ -187,7 +187,7 @@ def test_few_samples_have_the_bits_of_many(classes, rounded, monkeypatch):
         metrics.update(logits, torch.randint(0, classes, (samples,), generator=drawn), torch.tensor(0.3))
         found = []
         for few in (256, 0):
-            monkeypatch.setattr("fedlightning.models.metrics.FEW", few)
+            monkeypatch.setattr("fedlightning.models.metrics.FEW_SAMPLES", few)
             found.append(type(metrics).compute(metrics))
         for name, value in found[0].items():
             assert torch.equal(value.view(torch.int32), found[1][name].view(torch.int32)), (name, samples)

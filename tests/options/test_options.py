@@ -8,7 +8,7 @@ import yaml
 
 from fedlightning import FederatedTrainer
 from fedlightning.commands.run import Commands
-from fedlightning.config.errors import explain
+from fedlightning.config.input_errors import explain
 from fedlightning.config.short_forms import engine_of
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import (

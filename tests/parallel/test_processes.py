@@ -37,7 +37,7 @@ from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import CallbackList
 from fedlightning.engines.attempts import FederationError
-from fedlightning.engines.base import ClientRecords
+from fedlightning.engines.contract import ClientRecords
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import Evaluation, Processes
 from fedlightning.parallel import scheduling

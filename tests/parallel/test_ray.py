@@ -26,7 +26,7 @@ from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import CallbackList
 from fedlightning.datamodules import DigitsDataModule, DriftingDataModule, IIDPartitioner, ShiftedDataModule
 from fedlightning.engines.attempts import FederationError
-from fedlightning.engines.base import ClientRecords
+from fedlightning.engines.contract import ClientRecords
 from fedlightning.errors import ConfigurationError
 from fedlightning.models import MLP, Classifier
 from fedlightning.options import Evaluation, Ray

@@ -11,7 +11,7 @@ from torch import nn
 from fedlightning.assemble import CLIENT_PARTS
 from fedlightning.callbacks import FENDA, SCAFFOLD, FedBN, FedPer, FedRep, LGFedAvg, PLayerFL
 from fedlightning.catalogue import ALGORITHMS
-from fedlightning.catalogue.algorithm import WHOLE
+from fedlightning.catalogue.catalogue_row import WHOLE
 from fedlightning.client.blueprint import Blueprint, ClientParts
 from fedlightning.client.requests import Evaluate, LocalSettings
 from fedlightning.contract import POOLED, CallbackList, FederatedCallback, ModelSelection, Protection

@@ -21,10 +21,10 @@ from fedlightning.callbacks import (
 )
 from fedlightning.client.visit import carry_out
 from fedlightning.datamodules import IIDPartitioner, Partitioned
-from fedlightning.engines.base import Evaluate
+from fedlightning.engines.contract import Evaluate
 from fedlightning.options import Evaluation
 from fedlightning.study.baselines import odd_splits
-from fedlightning.study.runs import load_run
+from fedlightning.study.finished_runs import load_run
 from tests.helpers import Toy, federate, make_trainer, samples, toy_data
 from tests.server.test_architectures import data, models
 
@@ -140,6 +140,8 @@ def test_classes_of_training_samples_and_who_holds_which_are_withheld_where_a_ca
     assert all(isinstance(held["classes"], list) for held in told["clients"].values()) and "train" in told["splits"]
     assert all(held["classes"] is None for held in quiet["clients"].values())
     assert quiet["splits"] == {split: told["splits"][split] for split in ("val", "test")}
+    quieter = run([FedAvg(), Quiet(("classes", "scores"))], tmp_path / "quieter").summary["data"]
+    assert quieter["splits"] == {"test": told["splits"]["test"]}
     runs = [load_run(next((tmp_path / name).rglob("summary.json")).parent) for name in ("open", "quiet")]
     assert not odd_splits(runs, "train") and not odd_splits(runs, "test")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fedlightning.callbacks.diagnostics.layer_values import LayerRow, write_layers
-from fedlightning.scores.metrics import summarise
+from fedlightning.scores.metric_names import summarise
 from fedlightning.scores.rows import Row, write_rows
 
 CALLBACKS = {"siloed": "Local", "fedavg": "FedAvg", "central": "Central"}

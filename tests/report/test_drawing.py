@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.report.drawing import _LOOK, look, panel, save, settle, svg
+from fedlightning.report.drawing import _LOOK, panel, save, settle, svg, use_style
 from fedlightning.report.figures.curves import curves
 from fedlightning.report.figures.spread import against
 from fedlightning.report.styles import styles
@@ -10,7 +10,7 @@ from fedlightning.report.styles import styles
 
 def test_a_figure_is_there_for_pages_screens_and_publishers(tmp_path, readers_fonts, monkeypatch):
     monkeypatch.setitem(_LOOK, "pdf.fonttype", readers_fonts)
-    with look():
+    with use_style():
         figure, axes = panel()
         axes.set_title("Accuracy")
         settle(figure)

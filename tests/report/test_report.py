@@ -7,29 +7,31 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from matplotlib.text import Text
 
+from fedlightning.datamodules import PartitionReport
 from fedlightning.report import build, build_report
 from fedlightning.report.build import make_page
 from fedlightning.report.cells import Column, layout
 from fedlightning.report.context import Context
-from fedlightning.report.figures.clients import client_map
+from fedlightning.report.figures.client_maps import client_map
 from fedlightning.report.figures.curves import curves
 from fedlightning.report.figures.dots import SHAPES
 from fedlightning.report.html import Gallery, breakable, render
-from fedlightning.report.sections import layers, scores, training
-from fedlightning.report.sections.setting import partition
+from fedlightning.report.sections import layer_quantities, scores, training
+from fedlightning.report.sections.setting import partition, total_variation
 from fedlightning.report.sections.statistics import differences, rank_section
 from fedlightning.report.sections.training import lines_of
 from fedlightning.report.sentences import answers
 from fedlightning.report.styles import BAD, COLOURS, GREYS, INK, MUTED, WARN, in_dark, styles
-from fedlightning.study.curves import seed_curves
+from fedlightning.study.finished_runs import load_study
+from fedlightning.study.learning_curves import seed_curves
 from fedlightning.study.ranks import ranks
-from fedlightning.study.runs import load_study
 from fedlightning.study.study import Study
 from tests.report.made_up import add_layers, make_study
 from tests.report.reader import Reader
@@ -339,9 +341,9 @@ def test_layers_of_the_last_round_and_where_they_part(tmp_path):
     folder = make_study(tmp_path, methods=("fedavg",), seeds=(0,), matrix=False)
     study = Study(load_study([folder]))
     context = Context(study, styles(study.data.methods))
-    assert layers.layers(context) is None
+    assert layer_quantities.layers(context) is None
     add_layers(folder / "runs/run_0/seed_0")
-    section = layers.layers(context)
+    section = layer_quantities.layers(context)
     gallery, transitions, correlations = section.parts
     shown = {row["layer"]: row["mean"] for row in gallery.table.rows if row["quantity"].startswith("hessian")}
     assert shown == {f"net.{layer}": 5.0 * 2**layer * 3 for layer in (1, 2, 3)}
@@ -355,7 +357,7 @@ def test_layers_in_the_current_folder_are_of_no_run_of_this_session(tmp_path, mo
     monkeypatch.chdir(folder / "runs/run_0/seed_0")
     (run,) = load_study([folder])
     study = Study([replace(run, path=None)])
-    assert layers.layers(Context(study, styles(study.data.methods))) is None
+    assert layer_quantities.layers(Context(study, styles(study.data.methods))) is None
 
 
 @pytest.fixture(scope="module")
@@ -519,3 +521,17 @@ def test_a_browser_shows_the_page(built, tmp_path, width, dark):
     assert (seen["paper"], seen["ink"]) == (
         ("rgb(20, 24, 29)", "rgb(228, 232, 236)") if dark else ("rgb(255, 255, 255)", "rgb(28, 33, 38)")
     )
+
+
+def test_distances_between_labels_are_those_of_the_partition():
+    counts = np.random.default_rng(0).integers(0, 9, (6, 4)) * np.array([[1], [1], [0], [1], [1], [1]])
+    expected = PartitionReport(list("abcdef"), list("wxyz"), counts).total_variation
+    assert np.array_equal(total_variation(counts), expected, equal_nan=True) and np.isnan(expected[2])
+
+
+def test_a_report_does_not_wait_for_lightning(tmp_path):
+    """Its import takes longer than the report of a few runs."""
+    words = ["report", str(make_study(tmp_path / "study")), "--out", str(tmp_path / "page")]
+    code = f"import sys, fedlightning.cli as cli; print(cli.main({words!r})); print('lightning' in sys.modules)"
+    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.splitlines()
+    assert lines[-2:] == ["0", "False"]

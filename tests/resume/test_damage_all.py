@@ -14,7 +14,7 @@ from fedlightning import FederatedCallback
 from fedlightning.algorithm import Facts
 from fedlightning.callbacks import SCAFFOLD, GlobalCheckpoint, LocalCheckpoint
 from fedlightning.cli import main
-from fedlightning.config.errors import explain
+from fedlightning.config.input_errors import explain
 from tests.experiments.tiny import small
 from tests.helpers import Toy, make_trainer, toy_data
 from tests.resume.test_resume import equal_trees, everything

@@ -132,7 +132,7 @@ def test_other_features_with_the_same_labels_are_seen_where_they_are_in_memory(t
         return data
 
     with monkeypatch.context() as earlier:
-        earlier.setattr("fedlightning.client.data_summary.look", lambda dataset: None)
+        earlier.setattr("fedlightning.client.data_summary.hash_samples", lambda dataset: None)
         start(tmp_path / "earlier")
     assert go_on(tmp_path / "earlier", data=changed(lambda x: x + 1)).rounds_done == 2  # it did not know
     start(tmp_path)

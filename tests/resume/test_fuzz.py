@@ -19,9 +19,9 @@ import fedlightning
 
 # isort: split
 from fedlightning.codec.allowed import UntrustedError
+from fedlightning.codec.exotic_values import slow_keys
 from fedlightning.codec.modules import from_tree, to_tree
 from fedlightning.codec.tree import NotPlainError, load
-from fedlightning.codec.values import slow_keys
 from fedlightning.contract.messages import Message, Update
 from fedlightning.deployment.checkpoints import Exporter
 from fedlightning.errors import DamagedStateError
@@ -30,7 +30,7 @@ from fedlightning.resume import state_files as persistence
 from fedlightning.run.folder import open_run_folder
 from fedlightning.scores.rows import DamagedMetricsError, read_rows
 from fedlightning.storage.files import UnreadableError, read_tensors
-from fedlightning.study.runs import load_run
+from fedlightning.study.finished_runs import load_run
 from fedlightning.tensors import equal, module_state
 from tests.helpers import Toy
 from tests.resume.planted import make_run, sign

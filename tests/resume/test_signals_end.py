@@ -231,7 +231,7 @@ def test_two_at_once_are_one_and_a_later_one_ends_code_that_hangs_on_its_way_out
         finally:
             send("SIGTERM", 2)
             assert request.last_resort is None
-            monkeypatch.setattr(signals, "TOGETHER", -1.0)
+            monkeypatch.setattr(signals, "SAME_SIGNAL_SECONDS", -1.0)
             send("SIGINT", 1)  # nothing is raised into what tidies up
             assert exits.get(timeout=30) == 143
 

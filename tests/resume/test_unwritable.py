@@ -16,7 +16,7 @@ from fedlightning import FederatedTrainer
 # isort: split
 from fedlightning.cli import main
 from fedlightning.codec.tree import file_of
-from fedlightning.config.errors import explain
+from fedlightning.config.input_errors import explain
 from fedlightning.resume.lock import LOCK
 from fedlightning.run.folder import RunFolder
 from fedlightning.storage import files

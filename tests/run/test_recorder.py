@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 
 from fedlightning.callbacks import LocalAdaptation, LocalCheckpoint
-from fedlightning.fast.evaluation import RowTable
+from fedlightning.fast.fast_evaluation import RowTable
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.recorder import Recorder
 from fedlightning.scores.rows import Row, RowList
@@ -72,7 +72,7 @@ def scores_of(round, clients=200):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_rounds(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedlightning.fast.evaluation.HELD", 500)
+    monkeypatch.setattr("fedlightning.fast.fast_evaluation.MAX_ROWS", 500)
     recorder = Recorder(RunFolder(tmp_path, "run"), rows=RowTable())
     held = []
     tracemalloc.start()
@@ -97,7 +97,7 @@ def test_memory_does_not_grow_with_the_rounds(tmp_path, monkeypatch):
 
 
 def test_a_resumed_recorder_leaves_its_scores_in_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedlightning.fast.evaluation.HELD", 300)
+    monkeypatch.setattr("fedlightning.fast.fast_evaluation.MAX_ROWS", 300)
     first, again = (Recorder(RunFolder(tmp_path, "run", "version_0"), rows=RowTable()) for _ in range(2))
     first.record(scores_of(1) + scores_of(2))
     again.start_with(again.run.metrics.rows(), again.run.metrics.place())
@@ -108,7 +108,7 @@ def test_a_resumed_recorder_leaves_its_scores_in_the_file(tmp_path, monkeypatch)
 
 
 def test_scores_that_are_gone_are_not_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedlightning.fast.evaluation.HELD", 0)
+    monkeypatch.setattr("fedlightning.fast.fast_evaluation.MAX_ROWS", 0)
     recorder = Recorder(RunFolder(tmp_path, "run"), rows=RowTable())
     for round in range(1, 5):
         recorder.record(scores_of(round))

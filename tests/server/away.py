@@ -13,9 +13,9 @@ import fedlightning  # noqa: F401  before lightning
 from fedlightning.client.data_summary import DataSummary
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import ClientRuntime
-from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.datamodules.held_out import without
-from fedlightning.engines.base import ClientRecords
+from fedlightning.datamodules.federated_data import FederatedDataModule
+from fedlightning.datamodules.held_out import exclude_clients
+from fedlightning.engines.contract import ClientRecords
 from fedlightning.parallel.scheduling import ProcessesEngine
 from tests.helpers import Toy
 
@@ -53,7 +53,7 @@ class Sealed(FederatedDataModule):
 def opened(home: int, inner: FederatedDataModule, stage: str | None, gone: list[str]) -> FederatedDataModule:
     assert os.getpid() != home
     inner.setup(stage)
-    return without(inner, gone)
+    return exclude_clients(inner, gone)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class AwayEngine(ProcessesEngine):
         self.runner.data.stage = stage
 
     def leave_out(self, clients: Collection[str]) -> None:
-        self.runner.know(self.runner.described.without(clients))
+        self.runner.know(self.runner.described.exclude(clients))
         self.runner.data.gone += clients
         self.runner.left_out += clients
         self.close()  # workers were sent another federation

@@ -38,10 +38,10 @@ def test_a_resumed_run_goes_on_counting():
 
 def test_a_longer_run_does_not_make_the_last_visits():
     costs = counted((0, 10, 20, 3), (1, 15, 40, 6))
-    costs.spent, costs.spent_of_rounds = {"own_steps": 9}, {"own_steps": 4}
+    costs.extra_work, costs.extra_work_of_rounds = {"own_steps": 9}, {"own_steps": 4}
     seconds = costs.history[0]["seconds"]
     costs.forget_final_visits(rounds_done=1)
-    assert (costs.bytes_up, costs.bytes_down, costs.steps, costs.spent) == (10, 20, 3, {"own_steps": 4})
+    assert (costs.bytes_up, costs.bytes_down, costs.steps, costs.extra_work) == (10, 20, 3, {"own_steps": 4})
     assert [entry["round"] for entry in costs.history] == [1]
     assert abs(costs.seconds - seconds) < 1e-9
 
@@ -50,7 +50,7 @@ def test_work_beside_federated_steps_is_kept_apart():
     costs, update = Costs(), Update(0, "a", own_steps=3, selections=1)
     costs.add_work(update)
     costs.add_work(update, after_last_round=True)
-    assert costs.spent == {"own_steps": 3, "selections": 2, "fine_tuning_steps": 3}
+    assert costs.extra_work == {"own_steps": 3, "selections": 2, "fine_tuning_steps": 3}
     again = Costs()
-    again.load(costs.state() | {"spent": {**costs.spent, "another": 1}})
-    assert again.spent == costs.spent and again.steps == 0
+    again.load(costs.state() | {"spent": {**costs.extra_work, "another": 1}})
+    assert again.extra_work == costs.extra_work and again.steps == 0

@@ -17,7 +17,7 @@ from fedlightning.sites.link import connected
 from fedlightning.sites.site import Site
 from fedlightning.testing.runs import same_tree
 from fedlightning.wire import read
-from tests.datamodules.test_statistics import stays, write_table
+from tests.datamodules.test_agreed_statistics import stays, write_table
 from tests.sites.helpers import Line, on_clock_of
 
 RUN = {

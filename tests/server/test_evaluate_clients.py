@@ -12,7 +12,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.options import Evaluation
 from fedlightning.report.build import make_page
 from fedlightning.report.html import render
-from fedlightning.study.runs import load_run
+from fedlightning.study.finished_runs import load_run
 from fedlightning.study.study import Study
 from tests.helpers import Toy, federate, global_state, make_trainer, same, toy_data
 

@@ -16,7 +16,7 @@ from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import Scorer
 from fedlightning.contract import CallbackList
 from fedlightning.options import Evaluation
-from fedlightning.scores.metrics import summarise
+from fedlightning.scores.metric_names import summarise
 from fedlightning.scores.rows import COLUMNS, Row, read_rows, write_rows
 from fedlightning.tensors import module_state
 from tests.helpers import NormNet, Toy, federate, spied, toy_data

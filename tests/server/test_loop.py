@@ -11,7 +11,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.algorithm import FederatedCallback, State
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract.messages import Update
-from fedlightning.engines.base import Engine
+from fedlightning.engines.contract import Engine
 from fedlightning.errors import ConfigurationError
 from fedlightning.server.loop import Loop, run_round
 from fedlightning.server.server import Server

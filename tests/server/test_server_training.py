@@ -12,7 +12,7 @@ from torch import nn
 
 from fedlightning.algorithm import FederatedCallback, Server
 from fedlightning.callbacks.shared.distillation import kl, logits_of
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.federated_data import FederatedDataModule
 from fedlightning.testing.toys import ToyData, ToyModule, federate
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fedlightning.datamodules.held_out import without
+from fedlightning.datamodules.held_out import exclude_clients
 from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.options import Evaluation, FailurePolicy
 from fedlightning.sites.engine import DataElsewhere, SitesEngine
@@ -62,7 +62,7 @@ def a_site(
     return Site(
         f"home of {clients[0]}",
         trainer.blueprint(ToyModule(full=full, lr=lr)),
-        without(data, [client for client in data.client_ids if client not in clients]),
+        exclude_clients(data, [client for client in data.client_ids if client not in clients]),
         root,
         export=export,
         send_texts=send_texts,

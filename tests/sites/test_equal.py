@@ -19,7 +19,7 @@ from fedlightning.callbacks import (
 )
 from fedlightning.contract.messages import Update, tree_bytes
 from fedlightning.engines.attempts import FederationError
-from fedlightning.engines.base import Visit
+from fedlightning.engines.contract import Visit
 from fedlightning.resume.config_changes import ConfigChanges
 from fedlightning.testing.runs import same_tree
 from tests.conformance.case import Case, collect

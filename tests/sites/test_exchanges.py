@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from fedlightning.callbacks import FENDA, SCAFFOLD
 from fedlightning.contract.messages import Update
-from fedlightning.engines.base import Visit
+from fedlightning.engines.contract import Visit
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import Evaluation
 from fedlightning.sites import site as site_module

@@ -10,7 +10,7 @@ from fedlightning.callbacks import SCAFFOLD, FedProx
 from fedlightning.contract.messages import Message, Update
 from fedlightning.deployment.export import Deploy
 from fedlightning.engines.attempts import TooFewClientsError
-from fedlightning.engines.base import Visit
+from fedlightning.engines.contract import Visit
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import FailurePolicy
 from fedlightning.resume.config_changes import differences

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from fedlightning.callbacks import FedMD
+from fedlightning.callbacks import FedMD, SampleDP
 from fedlightning.client.data_summary import DataSummary, _hash
-from fedlightning.datamodules.groups import look
+from fedlightning.datamodules.groups import hash_samples
 from fedlightning.sites.agreement import LEAVES, own_key
 from fedlightning.wire import read, write
 from tests.sites.helpers import SHARES, Line, a_site, at_sites, sites
@@ -62,6 +62,23 @@ def test_the_bytes_hold_what_the_page_says_and_no_more(tmp_path):
     assert set(told.splits) == {"train", "val", "test", "code"} and told.content
 
 
+@pytest.mark.filterwarnings("ignore:SampleDP")
+@pytest.mark.parametrize("private", [True, False])
+def test_a_private_greeting_is_the_same_whatever_is_trained_on(tmp_path, private):
+    """A hash with the site's key told from run to run whether a record was still the one that it had been."""
+    pytest.importorskip("opacus", reason="SampleDP counts with Opacus")
+    algorithm, said = SampleDP(delta=1e-3, noise_multiplier=1.0, noise_seed=0) if private else None, []
+    for run in ("one", "two"):
+        there = sites(tmp_path / "sites", algorithm)
+        if run == "two":
+            for number, site in there.items():
+                for split in ("train", "val"):
+                    x, y = site._data.whole.data[SHARES[int(number)][0], split].tensors
+                    x[0], y[0] = x[0] + 1.0, (y[0] + 1) % 3
+        said.append(read(greetings(Line(there), tmp_path / run, algorithm)[0])["answer"]["data"])
+    assert (said[0] == said[1]) is private and set(said[0].splits) == {"train", "val", "test", "code"}
+
+
 def test_a_server_that_asks_for_more_is_told_no_more(tmp_path):
     """What is told is the site's to say: neither a greeting nor a later question widens it."""
     from fedlightning.wire import write
@@ -97,7 +114,7 @@ def test_a_small_table_is_not_recognised(tmp_path):
 
     def table(values) -> str:
         x = torch.tensor(values, dtype=torch.float32).reshape(-1, 1)
-        return _hash({"site0": look(TensorDataset(x, torch.zeros(len(x))))})
+        return _hash({"site0": hash_samples(TensorDataset(x, torch.zeros(len(x))))})
 
     guesses = {table(values) for values in itertools.product((0, 1), repeat=3)}
     assert len(guesses) > 1

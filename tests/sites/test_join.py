@@ -7,7 +7,7 @@ import torch
 
 from fedlightning import load
 from fedlightning.callbacks import SCAFFOLD
-from fedlightning.datamodules.held_out import without
+from fedlightning.datamodules.held_out import exclude_clients
 from fedlightning.testing.runs import same_tree
 from fedlightning.testing.toys import ToyData, federate
 from tests.sites.helpers import RUN, SHARES, Line, a_site, at_sites
@@ -21,7 +21,7 @@ def parts(root, count, **arguments):
 
 def test_a_site_joins_when_the_run_is_resumed(tmp_path):
     """As new clients join in one process; the sites that were there go on with the records that they have."""
-    few = without(ToyData(), ["site2"])
+    few = exclude_clients(ToyData(), ["site2"])
     federate(SCAFFOLD(), few, tmp_path / "one", **RUN | {"max_rounds": 2})
     one = federate(SCAFFOLD(), ToyData(), tmp_path / "one", resume="join", **RUN | {"max_rounds": 4})
     at_sites(Line(parts(tmp_path / "sites", 2)), tmp_path / "server", SCAFFOLD(), max_rounds=2)

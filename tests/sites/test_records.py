@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedlightning.callbacks import FedAvg, FedPer
-from fedlightning.engines.base import Visit
+from fedlightning.engines.contract import Visit
 from fedlightning.wire import read, write
 from tests.sites.helpers import Line, at_sites, sites, tasks_in
 

@@ -18,7 +18,7 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract.messages import Message, Update
 from fedlightning.deployment.export import Deploy
-from fedlightning.engines.base import Visit
+from fedlightning.engines.contract import Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.guards.preflight_task import PreflightTask
 from fedlightning.guards.step_trials import StepTrial

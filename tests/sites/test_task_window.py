@@ -9,10 +9,10 @@ import pytest
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract.messages import Message
 from fedlightning.engines.attempts import Retries
-from fedlightning.engines.base import Visit
+from fedlightning.engines.contract import Visit
 from fedlightning.guards.step_trials import StepTrial
 from fedlightning.sites import task_window as windows
-from fedlightning.sites.task_window import AHEAD, BUDGET, MOST, Entry, Window
+from fedlightning.sites.task_window import AHEAD, BUDGET, MAX_TASKS_AHEAD, Entry, Window
 
 NAMES = count()
 WHERE = {"a": "x", "b": "x", "c": "x", "d": "y"}
@@ -52,7 +52,7 @@ def finish(window, name):
 
 
 def test_drawing_goes_on_until_every_site_has_its_share_but_not_beyond_memory():
-    many = filled(*(entry("a") for _ in range(MOST * 2 - 1)))
+    many = filled(*(entry("a") for _ in range(MAX_TASKS_AHEAD * 2 - 1)))
     assert many.has_room(2)
     many.add(entry("a"))
     assert not many.has_room(2)

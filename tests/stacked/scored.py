@@ -15,11 +15,11 @@ import fedlightning  # noqa: F401  before lightning
 
 from fedlightning.callbacks import FedAvg
 from fedlightning.client.requests import Evaluate
-from fedlightning.engines.base import Engine
+from fedlightning.engines.contract import Engine
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.scores.rows import Row
 from fedlightning.server import evaluation as stages
-from fedlightning.stacked.engine import VectorizedEngine
+from fedlightning.stacked.vectorized_engine import VectorizedEngine
 from tests.helpers import ToyData, federate, samples
 
 SIZES = {"val": (10, 16, 3, 8, 1, 20, 16), "test": (8, 5, 24, 16, 9, 3, 5)}

@@ -7,9 +7,8 @@ import torch
 
 from fedlightning.callbacks import MOON, FedAvg
 from fedlightning.engines.sequential import SequentialEngine
-from fedlightning.stacked import engine as choice
-from fedlightning.stacked import vectorizable
-from fedlightning.stacked.engine import VectorizedEngine
+from fedlightning.stacked import vectorizable, vectorized_engine
+from fedlightning.stacked.vectorized_engine import VectorizedEngine
 from tests.helpers import Toy, federate, global_state, make_trainer, same, toy_data
 
 
@@ -47,7 +46,7 @@ def test_else_one_after_another_with_the_same_bits(options, why, monkeypatch):
 
 
 def test_large_models_are_not_stacked(monkeypatch):
-    monkeypatch.setattr(choice, "PARAMETERS", 50)
+    monkeypatch.setattr(vectorized_engine, "PARAMETERS", 50)
     assert type(fit().federation.engine) is SequentialEngine
 
 

@@ -25,7 +25,7 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.views import ArrayDataset, IndexView, collate_rows
 from fedlightning.server import evaluation as stages
-from fedlightning.stacked import evaluation as stacked_evaluation
+from fedlightning.stacked import stacked_evaluation
 from tests.helpers import CLASSES, FEATURES, Toy, ToyData
 from tests.stacked.scored import (
     SIZES,

@@ -13,9 +13,9 @@ import numpy as np
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
-from fedlightning.scores.metrics import summarise
+from fedlightning.scores.metric_names import summarise
 from fedlightning.scores.rows import Row, write_rows
-from fedlightning.study.runs import Run, load_run
+from fedlightning.study.finished_runs import Run, load_run
 
 CLIENTS = ("a", "b", "c", "d")
 TEST_SIZES = dict(zip(CLIENTS, (40, 10, 25, 60), strict=True))

@@ -8,11 +8,11 @@ import pytest
 
 from fedlightning.report.build import make_page
 from fedlightning.report.html import render
-from fedlightning.scores.metrics import summarise
+from fedlightning.scores.metric_names import summarise
 from fedlightning.scores.rows import Row
-from fedlightning.study.export import write_comparison
+from fedlightning.study.comparison_files import write_comparison
+from fedlightning.study.finished_runs import Run
 from fedlightning.study.problems import find_problems
-from fedlightning.study.runs import Run
 from fedlightning.study.study import Study
 
 CLIENTS = {"small": ["a", "c"], "large": ["b"], "servers": []}

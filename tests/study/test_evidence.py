@@ -16,10 +16,10 @@ from fedlightning.report.sections.scores import overview
 from fedlightning.report.sentences import answers
 from fedlightning.report.styles import styles
 from fedlightning.scores.rows import Row
+from fedlightning.study.comparison_files import as_tex
 from fedlightning.study.crossing import marked, setting
-from fedlightning.study.differences import REST, variances
-from fedlightning.study.export import as_tex
-from fedlightning.study.measures import common_metric
+from fedlightning.study.differences import UNEXPLAINED, variances
+from fedlightning.study.run_scores import common_metric
 from fedlightning.study.study import Study
 from tests.study.folders import CLIENTS, ROUNDS, write_study
 
@@ -185,5 +185,5 @@ def test_a_source_that_dominates_is_found(source, tmp_path):
     runs = write_study(tmp_path, {"silo": METHODS["silo"]}, seeds=range(27), edit=edit)
     study = Study([dataclasses.replace(run, vary=tuple(keys)) for run in runs], metric="accuracy")
     shares = {line["source"]: line["share"] for line in variances(study.data)}
-    assert list(shares) == ["order of batches", "initialisation", "participation", REST]
+    assert list(shares) == ["order of batches", "initialisation", "participation", UNEXPLAINED]
     assert shares[source] > 90

@@ -10,9 +10,9 @@ import pytest
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
+from fedlightning.study.finished_runs import Run
 from fedlightning.study.ranks import ranks
 from fedlightning.study.roles import role
-from fedlightning.study.runs import Run
 from fedlightning.study.study import Study
 from tests.study.folders import CLIENTS, METHODS, ROUNDS, deployed, made_up_rows, raw, write_study
 

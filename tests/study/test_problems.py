@@ -15,7 +15,7 @@ import fedlightning  # noqa: F401  before lightning
 from fedlightning.report.context import Context
 from fedlightning.report.sections.scores import _defined
 from fedlightning.scores.rows import Row
-from fedlightning.study.export import comparison
+from fedlightning.study.comparison_files import comparison
 from fedlightning.study.ranks import ranks, seed_ranks
 from fedlightning.study.study import Study
 from tests.study.folders import METHODS, deployed, write_study

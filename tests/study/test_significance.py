@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedlightning.study import fairness
+from fedlightning.study import fairness_measures
 from fedlightning.study import significance as statistics
 
 
@@ -26,19 +26,11 @@ def test_equal_runs_have_no_radius_and_the_radius_scales():
     assert statistics.mean_interval(3 * values).radius == pytest.approx(3 * statistics.mean_interval(values).radius)
 
 
-@pytest.mark.parametrize(
-    "interval", [statistics.median_interval, lambda v: statistics.mean_interval(v, method="bootstrap")]
-)
-def test_bootstrap_is_seeded_and_stays_in_the_data(interval):
+def test_bootstrap_is_seeded_and_stays_in_the_data():
     values = np.random.default_rng(0).normal(size=12)
-    first, second = interval(values), interval(values)
+    first, second = (statistics.mean_interval(values, method="bootstrap") for _ in range(2))
     assert (first.low, first.high) == (second.low, second.high)
     assert values.min() <= first.low < first.high <= values.max()
-
-
-def test_few_runs_give_the_median_alone():
-    found = statistics.median_interval([1.0, 2.0, 9.0])
-    assert (found.centre, found.radius) == (2.0, 0.0)
 
 
 @pytest.mark.parametrize("values", [[], [1.0, float("nan")]])
@@ -227,34 +219,34 @@ def test_a_paired_difference_may_have_a_bootstrap_interval():
 
 def test_spread_names_the_bad_end():
     scores = {"x": 0.9, "y": 0.5, "z": 0.7}
-    found = fairness.spread(scores)
+    found = fairness_measures.spread(scores)
     assert (found.worst, found.best, found.median) == (0.5, 0.9, 0.7)
     assert found.variance == pytest.approx(np.var([0.9, 0.5, 0.7]))
-    assert fairness.spread(scores, higher_is_better=False).worst == 0.9
-    assert fairness.spread({"x": 0.4, "y": 0.4}).variance == 0
+    assert fairness_measures.spread(scores, higher_is_better=False).worst == 0.9
+    assert fairness_measures.spread({"x": 0.4, "y": 0.4}).variance == 0
 
 
 def test_thresholds_are_strict():
     scores = {"x": 0.9, "y": 0.5, "z": 0.7}
-    assert (fairness.above(scores, 0.7), fairness.below(scores, 0.7)) == (1, 1)
-    assert fairness.above(scores, -1) == 3
+    assert (fairness_measures.above(scores, 0.7), fairness_measures.below(scores, 0.7)) == (1, 1)
+    assert fairness_measures.above(scores, -1) == 3
 
 
 def test_participation_rate_needs_to_beat_both_baselines():
     scores, local, federated = {"x": 0.9, "y": 0.5}, {"x": 0.8, "y": 0.4}, {"x": 0.7, "y": 0.6}
-    assert fairness.incentivised_participation_rate(scores, local, federated) == 50.0
-    assert fairness.incentivised_participation_rate(federated, local, federated) == 0.0
+    assert fairness_measures.incentivised_participation_rate(scores, local, federated) == 50.0
+    assert fairness_measures.incentivised_participation_rate(federated, local, federated) == 0.0
     negative = [{c: -v for c, v in group.items()} for group in (scores, local, federated)]
-    assert fairness.incentivised_participation_rate(*negative, higher_is_better=False) == 50.0
+    assert fairness_measures.incentivised_participation_rate(*negative, higher_is_better=False) == 50.0
 
 
 def test_appeal_and_opt_outs():
     scores, federated = {"x": 0.9, "y": 0.5}, {"x": 0.7, "y": 0.6}
-    appeal = fairness.personal_model_appeal(scores, federated)
+    appeal = fairness_measures.personal_model_appeal(scores, federated)
     assert appeal == pytest.approx({"x": 0.2, "y": -0.1})
-    assert fairness.opt_outs(scores, federated) == 0.5
-    assert fairness.global_model_appeal({"x": 0.3, "y": 0.5}, {"x": 0.4, "y": 0.5}) == 1
+    assert fairness_measures.opt_outs(scores, federated) == 0.5
+    assert fairness_measures.global_model_appeal({"x": 0.3, "y": 0.5}, {"x": 0.4, "y": 0.5}) == 1
     with pytest.raises(ValueError, match="'y' is not in both runs"):
-        fairness.opt_outs(scores, {"x": 0.7})
+        fairness_measures.opt_outs(scores, {"x": 0.7})
     with pytest.raises(ValueError, match="no finite score"):
-        fairness.spread({"x": float("nan")})
+        fairness_measures.spread({"x": float("nan")})

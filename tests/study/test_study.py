@@ -13,11 +13,11 @@ from scipy import stats
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
-from fedlightning.scores.metrics import summarise
+from fedlightning.scores.metric_names import summarise
 from fedlightning.scores.rows import Row
 from fedlightning.study.comparison import Comparison
-from fedlightning.study.export import write_comparison
-from fedlightning.study.runs import Run
+from fedlightning.study.comparison_files import write_comparison
+from fedlightning.study.finished_runs import Run
 from fedlightning.study.significance import mean_interval
 from fedlightning.study.study import Study
 from tests.study.folders import CLIENTS, METHODS, ROUNDS, TEST_SIZES, deployed, raw, write_study

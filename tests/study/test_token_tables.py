@@ -11,8 +11,8 @@ from fedlightning.report.context import Context
 from fedlightning.report.html import Page, render
 from fedlightning.report.sections.tokens import tokens
 from fedlightning.report.styles import styles
-from fedlightning.study.export import write_comparison
-from fedlightning.study.runs import load_study
+from fedlightning.study.comparison_files import write_comparison
+from fedlightning.study.finished_runs import load_study
 from fedlightning.study.study import Study
 from fedlightning.study.token_tables import balances, by_seed
 from tests.report.made_up import add_ledger, make_study

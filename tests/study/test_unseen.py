@@ -8,10 +8,10 @@ import pytest
 
 from fedlightning.report.build import make_page
 from fedlightning.report.html import render
-from fedlightning.scores.metrics import summarise
+from fedlightning.scores.metric_names import summarise
 from fedlightning.scores.rows import Row
-from fedlightning.study.export import write_comparison
-from fedlightning.study.runs import Run
+from fedlightning.study.comparison_files import write_comparison
+from fedlightning.study.finished_runs import Run
 from fedlightning.study.study import Study
 
 TRAINED, UNSEEN = {"a": 0.8, "b": 0.6}, {"c": 0.5, "d": 0.1}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from fedlightning.tensors import load_state, module_state
-from fedlightning.tensors.modules import settle
+from fedlightning.tensors.entries import settle
 from tests.helpers import CLASSES, FEATURES, Toy, federate, global_state, plain_fit, same, toy_data
 
 SIZES = {"a": 24, "b": 40, "c": 16}

@@ -33,7 +33,7 @@ NO_ENTRIES = {
     "callbacks/sample_dp.py",
     "callbacks/shared/distillation.py",
     "callbacks/shared/fixed_point.py",
-    "callbacks/shared/fusion.py",
+    "callbacks/shared/ensemble_fusion.py",
     "callbacks/shared/low_rank.py",
     "callbacks/shared/gossip.py",
     "callbacks/shared/mutual.py",

@@ -12,8 +12,8 @@ from fedlightning.topology import (
     make_graph,
     metropolis_weights,
     mixing_weights,
+    remove_nodes,
     swift_weights,
-    without,
 )
 
 NAMES = [str(i) for i in range(12)]
@@ -121,7 +121,7 @@ def test_contraction_of_the_extremes():
 
 def test_links_that_are_down_keep_the_matrix_doubly_stochastic():
     graph = star(tail=True)
-    matrix = without(swift_weights(graph), [1])
+    matrix = remove_nodes(swift_weights(graph), [1])
     proper(matrix, graph)
     assert weight(matrix, graph, "a", "a") == weight(matrix, graph, "tail", "tail") == 1.0
     assert weight(matrix, graph, "hub", "hub") == pytest.approx(2 / 6)

@@ -16,6 +16,7 @@ from fedlightning.callbacks.stragglers import Stragglers
 from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import Evaluation
+from fedlightning.run.job_timeline import read_trips
 from fedlightning.server.loop import Synchronous
 from fedlightning.virtual_time import (
     Asynchronous,
@@ -26,7 +27,6 @@ from fedlightning.virtual_time import (
     TraceAvailability,
     VirtualClock,
 )
-from fedlightning.virtual_time.timeline import read_trips
 from tests.helpers import Toy, close, federate, global_state, make_trainer, same, spied, toy_data
 from tests.server.test_synchronous import Chosen
 

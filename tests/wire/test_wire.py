@@ -19,7 +19,7 @@ from torch import nn
 from fedlightning.client.requests import Evaluate
 from fedlightning.codec.container import DTYPES, VERSION, layout
 from fedlightning.contract.messages import ClientLog, Message, Update
-from fedlightning.engines.base import Visit
+from fedlightning.engines.contract import Visit
 from fedlightning.engines.score_tasks import Lost, ScoreClient, ScoredModel
 from fedlightning.scores.rows import Gap, Row
 from fedlightning.wire import KINDS, Limits, WireError, read, write

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedlightning.commands.study import Parser
+from fedlightning.commands.study_options import Parser
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.commands.watch.pages import PageServer
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 
 DESCRIPTION = """\
 Show a page, on this machine only, that follows a run by its files: rounds, curves, clients, failures, bytes, epsilon and

@@ -11,10 +11,10 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from fedlightning.commands.watch.reading import RunFiles, in_importance, written
-from fedlightning.config.errors import InputError
+from fedlightning.config.input_errors import InputError
 from fedlightning.experiments.execute import LOG
 from fedlightning.storage.files import UnreadableError
-from fedlightning.study.runs import STUDY_FILE, read_study_file
+from fedlightning.study.finished_runs import STUDY_FILE, read_study_file
 
 LEVELS = ("", "*/", "*/*/", "*/*/*/")
 """Where lists of runs are below a folder: `league` has one for each task."""

@@ -13,9 +13,9 @@ import yaml
 
 from fedlightning.resume.lock import holder_of
 from fedlightning.resume.manifest import whole
-from fedlightning.scores.metrics import DEFAULTS, bare
+from fedlightning.scores.metric_names import DEFAULTS, bare
 from fedlightning.storage.files import read_json
-from fedlightning.study.runs import natural
+from fedlightning.study.finished_runs import natural
 
 COLUMNS = ("round", "stage", "model", "checkpoint", "data", "split", "client", "metric", "value", "num_samples")
 SHOWN_CLIENTS, SHOWN_FAILURES = 500, 50
@@ -118,7 +118,7 @@ class RunFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.scores = ScoreCurves(folder / "metrics.csv")
-        self._known: dict[Path, tuple[float, Any]] = {}
+        self._cache: dict[Path, tuple[float, Any]] = {}
 
     def state(self) -> dict[str, Any]:
         """Return what the page of the run shows, as plain values."""
@@ -210,11 +210,11 @@ class RunFiles:
         """Return what a file says, read again when it has changed; `None` while it is not there or not whole."""
         try:
             changed = path.stat().st_mtime
-            if self._known.get(path, (None,))[0] != changed:
-                self._known[path] = (changed, read(path))
+            if self._cache.get(path, (None,))[0] != changed:
+                self._cache[path] = (changed, read(path))
         except (OSError, ValueError, yaml.YAMLError):
             return None
-        return self._known[path][1]
+        return self._cache[path][1]
 
 
 def _number(text: Any) -> float | None:

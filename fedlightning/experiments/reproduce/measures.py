@@ -9,16 +9,16 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fedlightning.compat.system import file_name_of
-from fedlightning.config.errors import suggestion
+from fedlightning.config.input_errors import suggestion
 from fedlightning.errors import listed
 from fedlightning.experiments.yaml_blocks import Block, Number
 from fedlightning.ranges import Length, Natural, NonNegativeFloat, Range, Share
-from fedlightning.scores.metrics import bare, higher_is_better
+from fedlightning.scores.metric_names import bare, higher_is_better
 from fedlightning.scores.rows import Row
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
-from fedlightning.study.fairness import spread
-from fedlightning.study.measures import RunScores
-from fedlightning.study.runs import Run, natural
+from fedlightning.study.fairness_measures import spread
+from fedlightning.study.finished_runs import Run, natural
+from fedlightning.study.run_scores import RunScores
 
 Runs = Mapping[str, Run]
 """Name of a run in the table -> the run with one seed."""

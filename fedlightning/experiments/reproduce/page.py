@@ -10,6 +10,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from fedlightning.experiments.reproduce.published_tables import Table
 from fedlightning.experiments.reproduce.results import (
     BAD,
     GOOD,
@@ -24,10 +25,9 @@ from fedlightning.experiments.reproduce.results import (
     sentence_of_plan,
     verdict_counts,
 )
-from fedlightning.experiments.reproduce.tables import Table
 from fedlightning.report import html
 from fedlightning.report.cells import Column
-from fedlightning.report.drawing import inline, look, panel, rows_of, save, settle, svg
+from fedlightning.report.drawing import inline, panel, rows_of, save, settle, svg, use_style
 from fedlightning.report.html import Gallery, Page, Picture, Prose, Section, Trouble, render
 from fedlightning.report.styles import BAD as RED
 from fedlightning.report.styles import COLOURS, INK, MUTED, shorten
@@ -130,7 +130,7 @@ def _section(table: Table, lines: Sequence[Line], seeds: Sequence[int], out: Pat
 
 def _picture(table: Table, cells: Sequence[Line], out: Path) -> Picture:
     name = html.slug(table.name) + "-figure"
-    with look():
+    with use_style():
         figure = published_against_ours(cells)
     settle(figure)
     text = svg(figure)

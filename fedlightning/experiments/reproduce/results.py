@@ -15,8 +15,8 @@ from typing import Any
 
 from fedlightning.experiments.methods import Method
 from fedlightning.experiments.reproduce.measures import NoValueError, Spec, Value, better_is_higher, measure
-from fedlightning.experiments.reproduce.tables import ALL, ERROR, WHOLE, Cell, Order, Table
-from fedlightning.study.runs import Run, load_run
+from fedlightning.experiments.reproduce.published_tables import ALL, ERROR, WHOLE, Cell, Order, Table
+from fedlightning.study.finished_runs import Run, load_run
 from fedlightning.study.significance import mean_interval
 
 AGREES, DISAGREES, INCONCLUSIVE = "agrees", "disagrees", "inconclusive"

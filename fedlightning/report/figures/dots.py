@@ -116,7 +116,7 @@ def _draw(axes: Any, dot: Dot, place: int, line: Line, groups: Sequence[str], sp
     axes.plot([dot.mean], [height], marker=marker, color=line.colour, markersize=6.5, fillstyle=filling, **edge)
 
 
-def common_limits(lines: Sequence[Line], room: float = 0.05) -> tuple[float, float] | None:
+def common_limits(lines: Sequence[Line]) -> tuple[float, float] | None:
     """Return limits that include every dot, interval and run of `lines`, or `None` if there is no number."""
     values: list[float] = []
     for line in lines:
@@ -126,5 +126,5 @@ def common_limits(lines: Sequence[Line], room: float = 0.05) -> tuple[float, flo
     if not values:
         return None
     low, high = float(np.min(values)), float(np.max(values))
-    pad = room * (high - low) or room * abs(high) or room
+    pad = 0.05 * ((high - low) or abs(high) or 1.0)
     return low - pad, high + pad

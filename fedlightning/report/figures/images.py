@@ -20,10 +20,10 @@ def side_by_side(images: Sequence[Any]) -> Figure:
     values = np.asarray(images, dtype=float)
     framed = np.pad(values, ((0, 0), (0, 0), (0, 0), (1, 1), (1, 1)), constant_values=1.0)
     rows = [np.concatenate(list(row), axis=2) for row in framed]
-    both = np.concatenate(rows, axis=1)
-    figure, axes = panel(height=min(4.0, 5.0 * both.shape[1] / both.shape[2]))
-    shown = both[:3].transpose(1, 2, 0) if len(both) >= 3 else both[0]
-    axes.imshow(shown, cmap="gray", vmin=0.0, vmax=1.0, interpolation="nearest")
+    image = np.concatenate(rows, axis=1)
+    figure, axes = panel(height=min(4.0, 5.0 * image.shape[1] / image.shape[2]))
+    pixels = image[:3].transpose(1, 2, 0) if len(image) >= 3 else image[0]
+    axes.imshow(pixels, cmap="gray", vmin=0.0, vmax=1.0, interpolation="nearest")
     height = framed.shape[3]
     axes.set_yticks([height / 2 - 0.5, 1.5 * height - 0.5], ["true", "found"])
     axes.set_xticks([])

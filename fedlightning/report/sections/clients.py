@@ -10,11 +10,11 @@ import numpy as np
 
 from fedlightning.report.cells import Column, Kind, counted, is_number, is_ranked, summary
 from fedlightning.report.context import METHOD, Context
-from fedlightning.report.figures.clients import NARROW, client_map, heat_map, strips
+from fedlightning.report.figures.client_maps import NARROW, client_map, heat_map, strips
 from fedlightning.report.html import Gallery, Section, Table
-from fedlightning.study.failures import site_of
+from fedlightning.study.client_failures import site_of
 
-SMALL = 16
+MAX_MATRIX_CLIENTS = 16
 """Up to this many clients, the whole matrix is shown; with more, a summary of each row (and the whole as CSV)."""
 
 
@@ -53,7 +53,7 @@ def clients(context: Context) -> Section | None:
 
 def _harm(context: Context) -> Table | None:
     """Show how many clients lose by each method against training alone, and by how much."""
-    rows = context.in_order(context.study.negative_transfer())
+    rows = context.sort_rows(context.study.negative_transfer())
     columns = [
         METHOD,
         counted("lose", "lose", rows, better="low", help="clients below their own siloed model, by means over seeds"),
@@ -167,7 +167,7 @@ def _matrix_table(context: Context, matrix_by_method: Mapping[str, Mapping[str, 
             )
     columns = [Column("method", "method", "method"), Column("source", "model of", "text")]
     columns += [Column("own", "own data"), Column("others", "others, mean")]
-    if len(names) <= SMALL:
+    if len(names) <= MAX_MATRIX_CLIENTS:
         columns += [Column(f"on {name}", name, group="on the test data of client") for name in names]
         return context.table("matrix", f"Test {context.metric}: whose model on whose data", columns, rows)
     columns += [Column("lowest", "others, lowest"), Column("highest", "others, highest")]

@@ -14,12 +14,12 @@ from matplotlib.patches import Patch
 from fedlightning.report.cells import Column, counted, number
 from fedlightning.report.context import METHOD, SEEDS, Context, Row
 from fedlightning.report.drawing import count_along_x, panel
-from fedlightning.report.figures.clients import MANY
-from fedlightning.report.figures.partition import CLASSES, colour_of
+from fedlightning.report.figures.client_maps import MAX_NAMED_CLIENTS
+from fedlightning.report.figures.partition_bars import CLASSES, colour_of
 from fedlightning.report.html import Gallery, Section
 from fedlightning.report.styles import INK, short_names
-from fedlightning.study.clusters import Places, by_seed, planted_groups
-from fedlightning.study.runs import natural
+from fedlightning.study.cluster_members import Places, by_seed, planted_groups
+from fedlightning.study.finished_runs import natural
 
 LEGEND = len(CLASSES)
 """Most clusters that the legend names."""
@@ -41,7 +41,7 @@ def membership_map(places: Places, groups: Mapping[str, str] | None = None) -> F
     for row, client in enumerate(clients):
         for time, (cluster, share) in places[client].items():
             image[row, time - 1] = 1 - share * (1 - colours[cluster])
-    many = len(clients) > MANY
+    many = len(clients) > MAX_NAMED_CLIENTS
     figure, axes = panel(height=3.2 if many else 0.9 + 0.2 * max(4, len(clients)))
     axes.grid(visible=False)
     axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0.5, rounds + 0.5, len(clients) - 0.5, -0.5))
@@ -78,7 +78,7 @@ def _in_order(places: Places, groups: Mapping[str, str], clusters: Sequence[str]
 
 def clusters(context: Context) -> Section | None:
     """Show where each client was over rounds, how many clusters there are, and whether planted groups were found."""
-    rows = context.in_order(context.study.clusters())
+    rows = context.sort_rows(context.study.clusters())
     if not rows:
         return None
     columns = [
@@ -150,7 +150,7 @@ def _maps(context: Context, rows: list[dict[str, Any]]) -> Gallery | None:
         reading += " Strong lines part the planted groups."
     if many:
         reading += f" More than {LEGEND} clusters have no legend; the table names them."
-    return context.gallery(pictures, table, reading, open=len(lines) <= MANY)
+    return context.gallery(pictures, table, reading, open=len(lines) <= MAX_NAMED_CLIENTS)
 
 
 def _sizes(lines: list[dict[str, Any]]) -> str:

@@ -17,15 +17,14 @@ from fedlightning.report.drawing import legend_below
 from fedlightning.report.figures.dots import Dot, dot_plot
 from fedlightning.report.html import Gallery, Prose, Section, Table
 from fedlightning.report.styles import MUTED, Style, short_names
-from fedlightning.study import external as tables
-from fedlightning.study.calibration import FEWEST as SLOPE
-from fedlightning.study.calibration import RESAMPLES
-from fedlightning.study.external import FEWEST, MOST_CLASSES
+from fedlightning.study import external_validation as tables
+from fedlightning.study.calibration import MIN_EVENTS, RESAMPLES
+from fedlightning.study.external_validation import MIN_SAMPLES, MOST_CLASSES
 
 MOST_PANELS = 9
 COLUMNS = 2
 Curves = Mapping[str, Mapping[str, Any]]
-"""By site and method: what :func:`fedlightning.study.external.curves_of` returns."""
+"""By site and method: what :func:`fedlightning.study.external_validation.curves_of` returns."""
 
 
 def calibration_curves(curves: Curves, styles: Mapping[str, Style]) -> Figure:
@@ -219,7 +218,7 @@ def _calibration(context: Context) -> list[Any]:
         Column("auroc", "AUROC", interval="auroc_ci95")]  # fmt: skip
     notes = [
         f"[95 % interval] over {RESAMPLES} resamples of the site's patients.",
-        f"No slope with fewer than {SLOPE} samples of either kind, or where a probability parts them.",
+        f"No slope with fewer than {MIN_EVENTS} samples of either kind, or where a probability parts them.",
         *why,
     ]
     table = context.table(
@@ -274,7 +273,9 @@ def _subgroups(context: Context) -> Table | None:
         Column("observed", "observed", decimals=2), Column("expected", "expected", decimals=2),
         Column("in_the_large", "in the large", "difference", decimals=2), Column("brier", "Brier"),
         Column("auroc", "AUROC")]  # fmt: skip
-    note = f"Subgroups of fewer than {FEWEST} test samples have no scores. None is compared with another by a test."
+    note = (
+        f"Subgroups of fewer than {MIN_SAMPLES} test samples have no scores. None is compared with another by a test."
+    )
     caption = "Subgroups at sites never seen, means over seeds"
     return context.table("external-subgroups", caption, columns, rows, [note], seeds=False) if rows else None
 

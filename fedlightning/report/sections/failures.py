@@ -7,7 +7,7 @@ from typing import Any
 from fedlightning.report.cells import Column
 from fedlightning.report.context import METHOD, Context
 from fedlightning.report.html import Section, Table
-from fedlightning.study.failures import failure_rows
+from fedlightning.study.client_failures import failure_rows
 
 RUN = (METHOD, Column("seed", "seed", "text"), Column("client", "client", "text"))
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedlightning.report.cells import Column, is_number, summary
 from fedlightning.report.context import METHOD, Context, Row
-from fedlightning.report.figures.clients import strips
+from fedlightning.report.figures.client_maps import strips
 from fedlightning.report.figures.spread import against
 from fedlightning.report.html import Gallery, Prose, Section
 from fedlightning.report.sections.clients import by_client_table
@@ -17,9 +17,9 @@ from fedlightning.report.sections.scores import incentives_in_words
 
 def fairness(context: Context) -> Section | None:
     """Show spread over clients, worst clients, participation rate, opt-outs, and counts above thresholds."""
-    rows = context.in_order(context.study.fairness())
+    rows = context.sort_rows(context.study.fairness())
     by_method = {method: of for method, of in context.by_client("score").items() if method not in context.diverged}
-    scores = {method: _known(of.values()) for method, of in by_method.items()}
+    scores = {method: _keep_numbers(of.values()) for method, of in by_method.items()}
     appeal = _appeal(context)
     points = {row["method"]: (row.get("mean"), row.get("worst")) for row in context.overview}
     pictures = [
@@ -80,9 +80,9 @@ def _columns(context: Context, rows: Sequence[Row]) -> list[Column]:
 def _appeal(context: Context) -> Gallery | None:
     """Show the distribution of PMA over clients and each client's value; `None` without a comparable FedAvg run."""
     by_client: dict[str, dict[str, float | None]] = {}
-    for row in context.in_order(context.study.appeal()):
+    for row in context.sort_rows(context.study.appeal()):
         by_client.setdefault(row["method"], {})[row["client"]] = row["pma"]
-    appeals = {method: values for method, of in by_client.items() if (values := _known(of.values()))}
+    appeals = {method: values for method, of in by_client.items() if (values := _keep_numbers(of.values()))}
     if not appeals:
         return None
     clients = list(dict.fromkeys(client for method in appeals for client in by_client[method]))
@@ -115,5 +115,5 @@ def _medians(values: Mapping[str, Sequence[float]]) -> str:
     return summary([(method, float(np.median(of))) for method, of in values.items()])
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
+def _keep_numbers(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if is_number(value)]

@@ -12,14 +12,14 @@ from fedlightning.report.context import METHOD, Context
 from fedlightning.report.figures.dots import Dot, dot_plot
 from fedlightning.report.figures.images import side_by_side
 from fedlightning.report.html import Picture, Prose, Section
-from fedlightning.report.leakage_sentences import in_words
+from fedlightning.report.leakage_sentences import describe_attacks
 
 FILE = "leakage.json"
 
 
 def leakage(context: Context) -> Section | None:
     """Show membership, whose a sample is, the bound of epsilon and images that were made again."""
-    attacks = _found(context)
+    attacks = _read_attacks(context)
     rows = [_row(method, seed, attack) for (method, seed), attack in attacks.items()]
     columns = [
         METHOD,
@@ -43,7 +43,9 @@ def leakage(context: Context) -> Section | None:
     if not rows:
         return None
     notes = [
-        f"{method}, seed {seed}: {line}" for (method, seed), attack in attacks.items() for line in in_words(attack)
+        f"{method}, seed {seed}: {line}"
+        for (method, seed), attack in attacks.items()
+        for line in describe_attacks(attack)
     ]
     table = context.table("leakage", "What attacks on the models of a run got", columns, rows, seeds=False)
     return context.section(
@@ -56,12 +58,12 @@ def leakage(context: Context) -> Section | None:
     )
 
 
-def _found(context: Context) -> dict[tuple[str, str], dict[str, Any]]:
+def _read_attacks(context: Context) -> dict[tuple[str, str], dict[str, Any]]:
     """Return what the runs' folders have, by method and seed; a file that holds something else counts as none."""
     attacks = {}
     for (method, seed), attack in context.read_of_runs(FILE).items():
         with suppress(AttributeError, KeyError, TypeError, ValueError):
-            _row(method, seed, attack), in_words(attack)
+            _row(method, seed, attack), describe_attacks(attack)
             attacks[method, seed] = attack
     return attacks
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
-from fedlightning.contract import Promise
 from fedlightning.report.cells import Column, is_number
 from fedlightning.report.context import METHOD, Context
 from fedlightning.report.html import Prose, Section
 
 FILE = "privacy.json"
-PROMISE = tuple(field.name for field in fields(Promise))
+PROMISE = ("who", "cannot_learn", "provided", "left")
+"""Fields of a promise of a callback, which stand in `summary.json`."""
 
 
 def privacy(context: Context) -> Section | None:

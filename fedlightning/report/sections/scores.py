@@ -9,7 +9,7 @@ from fedlightning.report.context import METHOD, SEEDS, Context, Row
 from fedlightning.report.figures.dots import Dot, common_limits, dot_plot
 from fedlightning.report.figures.spread import against
 from fedlightning.report.html import Picture, Section
-from fedlightning.scores.metrics import bare, higher_is_better, metric_label, units_in_words
+from fedlightning.scores.metric_names import bare, higher_is_better, metric_label, units_in_words
 from fedlightning.study.columns import GLOBAL, LOCAL, POOLED, STAGES
 
 
@@ -162,7 +162,7 @@ def _defined(context: Context) -> list[str]:
 
 def measured(context: Context) -> Section | None:
     """Show every metric of the deployed models, calibration error among them."""
-    rows = context.in_order(context.study.measured())
+    rows = context.sort_rows(context.study.measured())
     names = [key.removesuffix("_radius") for key in (rows[0] if rows else {}) if key.endswith("_radius")]
     if len(names) < 2:
         return None
@@ -187,7 +187,7 @@ def measured(context: Context) -> Section | None:
 
 def stages(context: Context) -> Section | None:
     """Show G, L1 and L2 side by side, on local and on pooled data."""
-    rows = context.in_order(context.study.stages())
+    rows = context.sort_rows(context.study.stages())
     pictures = [
         _grouped(
             context,
@@ -229,7 +229,7 @@ def stages(context: Context) -> Section | None:
 
 def checkpoints(context: Context) -> Section | None:
     """Show the latest models beside those with the best global and the best local validation score."""
-    rows = context.in_order(context.study.checkpoints())
+    rows = context.sort_rows(context.study.checkpoints())
     kinds = {
         "latest": "latest (L1)",
         "latest_global": "latest (G)",

@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from fedlightning.datamodules.report import PartitionReport
 from fedlightning.errors import count_of
 from fedlightning.report.cells import Column, number
 from fedlightning.report.context import METHOD, Context
-from fedlightning.report.figures.partition import partition_bars
+from fedlightning.report.figures.partition_bars import partition_bars
 from fedlightning.report.html import Prose, Section
 from fedlightning.study.crossing import setting
 from fedlightning.study.differences import variances
-from fedlightning.study.runs import Run
-from fedlightning.study.scores import class_names
+from fedlightning.study.finished_runs import Run
+from fedlightning.study.score_tables import class_names
 
 _FILE = resources.files("fedlightning.report") / "definitions.toml"
 DEFINITIONS = tuple(tomllib.loads(_FILE.read_text("utf-8")).items())
@@ -39,7 +38,7 @@ def partition(context: Context) -> Section | None:
     names = names if by_class else ["samples"]
     counts = np.array([row["classes"] if by_class else [row["samples"]] for row in rows], dtype=np.int64)
     clients = [str(row["client"]) for row in rows]
-    report = PartitionReport(clients, names, counts)
+    sample_sizes, distances = counts.sum(axis=1), total_variation(counts)
     lines = [
         {
             "client": client,
@@ -48,18 +47,17 @@ def partition(context: Context) -> Section | None:
             "test": sizes.get((client, "test")),
         }
         | ({"tv": float(tv)} | {f"class {name}": int(n) for name, n in zip(names, of, strict=True)} if by_class else {})
-        for client, of, tv in zip(clients, counts, report.total_variation, strict=True)
+        for client, of, tv in zip(clients, counts, distances, strict=True)
     ]
     columns = [Column("client", "client", "text")]
     columns += [Column(split, split, "count", group="samples") for split in ("train", "val", "test")]
     columns += [Column("tv", "distance", decimals=2, help="total variation distance to the labels of all clients")]
     columns += [Column(f"class {name}", name, "count", group="training samples of class") for name in names if by_class]
-    least, most = report.sizes.min(), report.sizes.max()
+    least, most = sample_sizes.min(), sample_sizes.max()
     caption = f"{count_of(clients, 'client')} with {least if least == most else f'{least} to {most}'} training samples"
     if by_class:
-        caption += (
-            f" of {count} classes; mean total variation distance to the labels of all {report.mean_total_variation:.2f}"
-        )
+        mean_distance = distances[sample_sizes > 0].mean() if sample_sizes.any() else np.nan
+        caption += f" of {count} classes; mean total variation distance to the labels of all {mean_distance:.2f}"
     picture = context.picture(
         "partition",
         "Training samples by client",
@@ -68,6 +66,22 @@ def partition(context: Context) -> Section | None:
     )
     table = context.table("partition", "Samples of each client", columns, lines, seeds=False)
     return context.section("partition", "Who holds what", "Data", [context.gallery([picture], table, f"{caption}.")])
+
+
+def total_variation(counts: np.ndarray) -> np.ndarray:
+    """Return the distance of each client's labels to those of all, as `PartitionReport` does.
+
+    That one comes with the data modules and so with Lightning, whose import takes longer than most reports.
+
+    Args:
+        counts: Samples of each class, of shape `(clients, classes)`.
+
+    Returns:
+        Shape `(clients,)`; NaN for a client without samples.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        shares = counts / counts.sum(axis=1, keepdims=True)
+    return np.asarray(np.abs(shares - counts.sum(axis=0) / max(1, counts.sum())).sum(axis=1) / 2)
 
 
 def variance(context: Context) -> Section | None:

@@ -94,7 +94,7 @@ def rank_section(context: Context, studies: Mapping[str, Study]) -> Section | No
     sentences = [_friedman(ranking)]
     gallery = None
     if find_spec("scikit_posthocs") is not None:
-        from fedlightning.report.figures.ranks import critical_difference
+        from fedlightning.report.figures.critical_difference import critical_difference
 
         picture = context.picture(
             "ranks",

@@ -9,9 +9,9 @@ from fedlightning.report.context import METHOD, SEEDS, Context
 from fedlightning.report.figures.curves import curves
 from fedlightning.report.html import Gallery, Section
 from fedlightning.report.sections.training import STAGES, lines_of
+from fedlightning.run.job_timeline import timeline_figure
+from fedlightning.study.arrivals import steps_of, trips_of
 from fedlightning.study.columns import LOCAL
-from fedlightning.study.timeline import steps_of, trips_of
-from fedlightning.virtual_time.timeline import timeline_figure
 
 
 def time(context: Context) -> Section | None:

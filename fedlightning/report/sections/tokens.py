@@ -13,8 +13,8 @@ from matplotlib.lines import Line2D
 from fedlightning.report.cells import Column, Missing, counted, is_number, number
 from fedlightning.report.context import METHOD, SEEDS, Context, Row
 from fedlightning.report.drawing import count_along_x, legend_below, panel
-from fedlightning.report.figures.clients import MANY
-from fedlightning.report.figures.partition import CLASSES, colour_of
+from fedlightning.report.figures.client_maps import MAX_NAMED_CLIENTS
+from fedlightning.report.figures.partition_bars import CLASSES, colour_of
 from fedlightning.report.html import Gallery, Picture, Section, Table
 from fedlightning.report.styles import INK, LINES, MUTED, Style, short_names
 from fedlightning.study.token_tables import balances, by_seed
@@ -81,18 +81,20 @@ def profit_plot(clients: Sequence[Profit], style: Style, ylabel: str) -> Figure:
     axes.axvline(0, color=INK, linewidth=1)
     names = short_names([client.client for client in clients], 10)
     for client in clients:
-        if client.error is not None and len(clients) <= MANY:
+        if client.error is not None and len(clients) <= MAX_NAMED_CLIENTS:
             ends = [client.contribution - client.error, client.contribution + client.error]
             axes.plot(ends, [client.gain] * 2, color=MUTED, linewidth=0.8, alpha=0.6)
         fill = style.colour if client.balance > 0 else "white"
-        size = 7 if len(clients) <= MANY else 4
+        size = 7 if len(clients) <= MAX_NAMED_CLIENTS else 4
         axes.plot([client.contribution], [client.gain], marker=style.marker, color=style.colour, markerfacecolor=fill,
                   markersize=size, markeredgewidth=1.3)  # fmt: skip
-    if len(clients) <= MANY:
+    if len(clients) <= MAX_NAMED_CLIENTS:
         for place, some in _same_places(clients).items():
             text = ", ".join(names[client] for client in some)
             axes.annotate(text, place, xytext=(5, 5), textcoords="offset points", fontsize=9)
-    axes.set_xlabel("mean contribution (± its standard error)" if len(clients) <= MANY else "mean contribution")
+    axes.set_xlabel(
+        "mean contribution (± its standard error)" if len(clients) <= MAX_NAMED_CLIENTS else "mean contribution"
+    )
     axes.set_ylabel(ylabel)
     axes.margins(0.08)
     handles = [
@@ -114,7 +116,7 @@ def _same_places(clients: Sequence[Profit]) -> dict[tuple[float, float], list[st
 
 def tokens(context: Context) -> Section | None:
     """Show balances over rounds, every client's account, and contribution against gain."""
-    totals = context.in_order(context.study.ledgers())
+    totals = context.sort_rows(context.study.ledgers())
     if not totals:
         return None
     rows = context.study.tokens()
@@ -186,7 +188,7 @@ def _accounts(context: Context, totals: Sequence[Row], rows: Sequence[Row]) -> G
         reading += f" More than {len(CLASSES)} clients are not named."
     if several:
         reading += " Pictures of balances are of the first seed; the rest are means over seeds."
-    return context.gallery(pictures, table, reading, open=len(rows) <= MANY)
+    return context.gallery(pictures, table, reading, open=len(rows) <= MAX_NAMED_CLIENTS)
 
 
 def _balances(context: Context, total: Row, rows: Sequence[Row]) -> Picture:

@@ -11,7 +11,7 @@ from fedlightning.report.context import METHOD, Context, Row
 from fedlightning.report.figures.curves import Point, curves
 from fedlightning.report.html import Section, Table
 from fedlightning.study.columns import LOCAL, POOLED
-from fedlightning.study.curves import seed_curves
+from fedlightning.study.learning_curves import seed_curves
 
 SPENT: dict[str, tuple[str, Kind]] = {
     "rounds": ("rounds", "count"),

@@ -23,7 +23,7 @@ OWN = ("/v1/runtime/", *(f"/v1/control/{name}" for name in ("list-nodes", "list-
 """What begins so is for the server's process; nobody unregisters a site."""
 START = "/v1/control/start-run"
 """With this the server's process has let its sites be known."""
-SMALL = 2**16
+STRANGER_BYTES = 2**16
 """Bytes that a stranger may send: Flower reads a request before it asks for the key."""
 
 Asgi = Callable[[Mapping[str, Any], Any, Any], Awaitable[None]]
@@ -92,7 +92,7 @@ class Gate:
 
 def _is_small(headers: Mapping[bytes, bytes]) -> bool:
     length = headers.get(b"content-length", b"")
-    return b"transfer-encoding" not in headers and (not length or (length.isdigit() and int(length) <= SMALL))
+    return b"transfer-encoding" not in headers and (not length or (length.isdigit() and int(length) <= STRANGER_BYTES))
 
 
 def public_keys(folder: Path) -> dict[str, bytes]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.errors import ConfigurationError, missing_package, refuse_without_posix
-from fedlightning.sites.flower import certificates as files
+from fedlightning.sites.flower import certificate_files as files
 from fedlightning.sites.link import Answer
 from fedlightning.storage.files import write_secret
 
@@ -200,15 +200,15 @@ def superlink(home: Path, host: str, port: int, certs: Path | None, sites: int) 
     with ExitStack() as stack:
         by = [sys.executable, "-P", str(Path(__file__).with_name("gateway.py"))]
         lives = stack.enter_context(running("flower-superlink", words, port, home / "superlink.log", host, by))
-        from fedlightning.sites.flower import connection, server, signatures
+        from fedlightning.sites.flower import connection, server_link, signatures
 
         address = connection.Address(f"{local}:{port}", None if certs is None else str(certs / files.CA), secret)
         if keys is None or certs is None:
-            link = server.FlowerLink(address, sites, lives=lives)
+            link = server_link.FlowerLink(address, sites, lives=lives)
         else:
-            allowed = server.register(address, keys)
+            allowed = server_link.register(address, keys)
             sign = signatures.signer(certs / files.SIGN, signatures.begin(home / "began"))
-            link = server.FlowerLink(address, sites, allowed, sign, lives)
+            link = server_link.FlowerLink(address, sites, allowed, sign, lives)
         stack.callback(link.close)
         yield link
 

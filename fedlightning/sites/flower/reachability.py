@@ -16,7 +16,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from fedlightning.errors import ConfigurationError
-from fedlightning.sites.flower.certificates import CA, KEY, SERVER
+from fedlightning.sites.flower.certificate_files import CA, KEY, SERVER
 from fedlightning.sites.status import NAME, printable
 
 WAIT = 5.0

@@ -54,7 +54,7 @@ class Heard:
         self._paths = path, path.with_name(f"{path.name}.copy")
         self._began, self._newest = max(map(_numbers, self._paths))
         self._before = self._newest  # what came before this start of the site was answered, or is lost and comes anew
-        self._seen: set[int] = set()
+        self._seen_numbers: set[int] = set()
 
     def objection(self, began: int, number: int) -> str | None:
         """Return why a request is not carried out; empty: it came already; `None`: it is new, and noted."""
@@ -66,10 +66,10 @@ class Heard:
             )
         if began > self._began:
             self._began, self._newest, self._before = began, 0, 0
-            self._seen.clear()
-        if number <= self._before or number in self._seen:  # Flower does not keep the order
+            self._seen_numbers.clear()
+        if number <= self._before or number in self._seen_numbers:  # Flower does not keep the order
             return ""
-        self._seen.add(number)
+        self._seen_numbers.add(number)
         self._newest = max(number, self._newest)
         for path in self._paths:
             write_text_atomically(path, f"{self._began} {self._newest}")

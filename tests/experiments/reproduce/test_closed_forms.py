@@ -6,7 +6,7 @@ import pytest
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.reproduce import TABLES
-from fedlightning.experiments.reproduce.tables import read_table
+from fedlightning.experiments.reproduce.published_tables import read_table
 from fedlightning.seeding import first_of_permutation, generator
 
 UNEQUAL = [(1.0, 1.0, 2), (0.5, -1.0, 4), (2.0, 3.0, 10)]  # x, y, steps

@@ -15,10 +15,10 @@ from fedlightning.callbacks import SCAFFOLD, Ditto, FedExLoRA, flexlora
 from fedlightning.callbacks.shared import spending
 from fedlightning.cli import main
 from fedlightning.commands.reproduce import find_tables
-from fedlightning.commands.study import CLI
+from fedlightning.commands.study_options import CLI
+from fedlightning.experiments.reproduce.published_tables import Table
 from fedlightning.experiments.reproduce.results import BAD, GOOD, Place, TableRun, measure_table
-from fedlightning.experiments.reproduce.runs import plan_runs
-from fedlightning.experiments.reproduce.tables import Table
+from fedlightning.experiments.reproduce.table_runs import plan_runs
 from fedlightning.tensors import add
 
 Patch = pytest.MonkeyPatch

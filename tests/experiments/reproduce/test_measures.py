@@ -7,7 +7,7 @@ import math
 import pytest
 
 from fedlightning.experiments.reproduce.measures import KINDS, NoValueError, Spec, measure, rounds_until
-from fedlightning.study.fairness import incentivised_participation_rate
+from fedlightning.study.fairness_measures import incentivised_participation_rate
 from tests.experiments.reproduce.writing import row, write_run
 
 EPSILON = Spec("epsilon", "", {"q": 0.04, "sigma": 1.5, "steps": 2250, "delta": 1e-5})

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.reproduce import show_table
+from fedlightning.experiments.reproduce.published_tables import read_table
 from fedlightning.experiments.reproduce.results import Place, measure_table
-from fedlightning.experiments.reproduce.tables import read_table
 from tests.experiments.reproduce.writing import row, table, write, write_run
 from tests.experiments.tiny import small
 

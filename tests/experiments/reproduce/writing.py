@@ -11,7 +11,7 @@ import yaml
 
 from fedlightning.experiments.reproduce.measures import Runs
 from fedlightning.scores.rows import COLUMNS
-from fedlightning.study.runs import load_run
+from fedlightning.study.finished_runs import load_run
 
 
 def table(**changes: Any) -> dict[str, Any]:

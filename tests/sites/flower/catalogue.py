@@ -27,11 +27,11 @@ import fedlightning  # noqa: F401
 # isort: split
 import torch
 
-from fedlightning.config.errors import explain
+from fedlightning.config.input_errors import explain
 from fedlightning.contract.messages import Update, tree_bytes
-from fedlightning.engines.base import Visit
+from fedlightning.engines.contract import Visit
 from fedlightning.options import FailurePolicy
-from fedlightning.sites.flower import certificates
+from fedlightning.sites.flower import certificate_files
 from fedlightning.sites.flower.programs import free_port, prepare, superlink, supernode
 from fedlightning.sites.link import Link, connected
 from fedlightning.sites.site import Site
@@ -141,12 +141,12 @@ def tried(link: Link, case: Case, folder: Path) -> tuple[str, str]:
 def server(cases: dict[str, Case], folder: Path, number: int) -> None:
     """Try the methods that no other server has begun."""
     home = folder / "servers" / str(number)
-    own, port = certificates.make(home / "certificates", ["127.0.0.1"], SITES)[0], free_port()
+    own, port = certificate_files.make(home / "certificates", ["127.0.0.1"], SITES)[0], free_port()
     sites = [forked(home / f"{name}.out", site, cases, home, name, port) for name in SITES]
     prepare(home / "flower")
-    from fedlightning.sites.flower import server as end
+    from fedlightning.sites.flower import server_link
 
-    end.POLL = POLL
+    server_link.POLL = POLL
     with superlink(home, "127.0.0.1", port, own, len(SITES)) as link:
         for name in json.loads((folder / "names.json").read_text()):
             if not begun(folder, name):

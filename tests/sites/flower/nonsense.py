@@ -6,7 +6,7 @@ import sys
 
 from fedlightning.cli import main
 from fedlightning.contract.messages import Update
-from fedlightning.engines.base import Visit
+from fedlightning.engines.contract import Visit
 from fedlightning.sites.site import Site
 from fedlightning.wire import read, write
 

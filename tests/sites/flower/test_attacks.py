@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is in an environment of its own: make test-flower")
 
 from fedlightning.sites.flower import programs
-from fedlightning.sites.flower.certificates import CA, make
+from fedlightning.sites.flower.certificate_files import CA, make
 from fedlightning.wire import read
 
 LONG = 120.0
@@ -138,9 +138,9 @@ def test_a_signed_request_is_good_for_one_site_and_one_time(two, monkeypatch):
 def test_a_reply_that_nobody_waits_for_does_not_stay_in_memory(two):
     link, number = two.link, two.link.send(two.node["a"], MODEL)
     assert two.ask("a", b"work")["answer"] == "a"  # a site answers in order
-    two.until(lambda: link.receive([link.send(two.node["b"], b"work")], 10.0) or number not in link._sent)
+    two.until(lambda: link.receive([link.send(two.node["b"], b"work")], 10.0) or number not in link._open_messages)
     (again,) = link._grid.pull_messages([number])
-    assert number not in link._sent and again.has_error()  # it knows it no more
+    assert number not in link._open_messages and again.has_error()  # it knows it no more
 
 
 def test_the_true_cause_is_named_where_the_run_is_stopped(two):

@@ -83,7 +83,7 @@ def test_a_site_sends_what_it_likes(tmp_path):
     from flwr.common.constant import TIMESTAMP_HEADER
     from flwr.supercore.primitives.asymmetric import sign_message
 
-    from fedlightning.sites.flower.certificates import SITE, make
+    from fedlightning.sites.flower.certificate_files import SITE, make
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200})

@@ -17,7 +17,7 @@ pytest.importorskip("cryptography", reason="it comes with Flower: make test-flow
 
 from fedlightning.sites.flower import programs
 from fedlightning.sites.flower import reachability as reach
-from fedlightning.sites.flower.certificates import CA, KEY, SERVER, make
+from fedlightning.sites.flower.certificate_files import CA, KEY, SERVER, make
 from tests.helpers import one_clock
 
 VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("cryptography", reason="it comes with Flower: make test-flower")
 
-from fedlightning.sites.flower.certificates import SIGN, SIGNED, make
+from fedlightning.sites.flower.certificate_files import SIGN, SIGNED, make
 from fedlightning.sites.flower.signatures import Heard, begin, signer, verified
 from fedlightning.wire import read, write
 
