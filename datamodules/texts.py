@@ -222,7 +222,7 @@ class TextFolderDataModule(TextDataModule):
             {"text": file.read_text(errors="replace"), "label": int(label)}
             for file, label in zip(files, labels, strict=True)
         ]
-        by_split = {"train": labels}
+        by_split: Any = {"train": labels}
         ids, splits = federate(partitioner, {"train": rows}, by_split, by_split, seed, val_fraction, test_fraction)  # type: ignore[dict-item]
         clients = {
             client: tuple([rows[row] for row in splits[name].indices[place]] for name in SPLITS if name in splits)

@@ -135,7 +135,7 @@ def load_pretrained(
         return model
     import peft
 
-    adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**adapters))  # type: ignore[arg-type]
+    adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**adapters))
     return adapted
 
 

@@ -241,14 +241,8 @@ class HFModule(LightningModule):
         if other:
             warnings.warn(f"Not read by HFModule: {'; '.join(other)}.", UserWarning, stacklevel=2)
         betas = (args.adam_beta1, args.adam_beta2)
-        return cls(
-            model,
-            optimizer=kind,
-            schedule=schedule,
-            betas=betas,
-            compute_metrics=compute_metrics,
-            **arguments,  # type: ignore[arg-type]
-        )
+        chosen: Any = {"optimizer": kind, "schedule": schedule}
+        return cls(model, betas=betas, compute_metrics=compute_metrics, **chosen, **arguments)
 
     def forward(self, **batch: Any) -> Any:
         """Return the model's outputs; columns that it does not take are left out, as in transformers."""
