@@ -80,5 +80,5 @@ plt.show()
 #
 # With eight clients and MiniLM-L6 (91 MB) there are 91 MB of frozen numbers in memory and not 727, and 4.8 MB travel a round.
 #
-# The same in YAML, on mails in folders ``ham`` and ``spam``, is ``configs/language/mails.yaml``; ``mails_methods.yaml`` beside it
-# compares the methods.
+# The same in YAML, on mails in folders ``ham`` and ``spam``: ``configs/language/mails.yaml``; ``mails_methods.yaml`` beside
+# it compares the methods.
