@@ -381,10 +381,10 @@ class ClientDP(ClientSelection, Private):
         """Return who takes part: a coin for each, from the secret. Who has no samples would add nothing."""
         drawn = uniform(self._own(server)["secret"], f"{server.round}|participants", len(server.clients))
         pairs = zip(server.clients, drawn.tolist(), strict=True)
-        there = {client for client in server.clients if server.is_reachable(client) and server.num_samples[client]}
+        reachable = {client for client in server.clients if server.is_reachable(client) and server.num_samples[client]}
         if self.shares and self._releases(server):
             return []  # a second sum of the same shares of noise would show the change of who is in one of them
-        return [client for client, coin in pairs if coin < self.rate and client in there]
+        return [client for client, coin in pairs if coin < self.rate and client in reachable]
 
     def _releases(self, server: Server) -> set[str]:
         """Return the names of the releases of this round, also of what a copy of the run has made: one at most."""

@@ -125,8 +125,8 @@ class FCCL(SharesPublicRows):
             sent = yield [Job(client, work=0, tag=PREDICT) for client in ready_clients]
             if rows := self.rows_in(sent):
                 server.state[self.key] |= {"mean": self.mean_of(server, rows)}
-        there = "mean" in server.state.get(self.key, {})
-        tags = dict.fromkeys(ready_clients, COLLABORATE if there else "") | dict.fromkeys(new, PRETRAIN)
+        has_mean = "mean" in server.state.get(self.key, {})
+        tags = dict.fromkeys(ready_clients, COLLABORATE if has_mean else "") | dict.fromkeys(new, PRETRAIN)
         trained = yield [Job(client, tag=tags[client]) for client in clients]
         new = [update.client for update in trained if update.error is None and update.client not in ready]
         server.state[self.key] = {"ready": ready + new}

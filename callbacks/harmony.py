@@ -191,8 +191,10 @@ class Harmony(Clusters):
         modalities_by_client = dict(server_state["modalities"])
         for update in answers:
             if update.error is None:
-                there = update.extras[self.key]["present"].tolist()
-                modalities_by_client[update.client] = [m for m, has in zip(modalities, there, strict=True) if has]
+                has_modality = update.extras[self.key]["present"].tolist()
+                modalities_by_client[update.client] = [
+                    m for m, has in zip(modalities, has_modality, strict=True) if has
+                ]
         server.state[self.key] = {**server_state, "modalities": in_client_order(server, modalities_by_client)}
 
     @staticmethod

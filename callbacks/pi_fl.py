@@ -565,8 +565,8 @@ class PIFL(Clusters):
             update.extras[self.key] = {"importance": client.scratch[self.key]}
         elif client.message.tag == UTILITY:
             loader = client.loader("val")
-            there = loader is not None and len(loader) > 0
-            update.extras[self.key] = {"utility": self._score(client.evaluate(split="val")) if there else nan}
+            has_batches = loader is not None and len(loader) > 0
+            update.extras[self.key] = {"utility": self._score(client.evaluate(split="val")) if has_batches else nan}
         elif client.message.tag == CLASSES:
             update.extras[self.key] = {"f1": class_scores(client, head_path(client.module, self.head), self.key)}
 

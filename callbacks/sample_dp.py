@@ -104,8 +104,8 @@ def released_means(exact: dict[str, Tensor], clip: float, noise: float, secret: 
     """
     std = noise * math.sqrt(2.0)
     noisy = with_noise(exact, std, secret, f"{address}|{digest_of('means', exact)}")
-    there = (noisy["counts"] > max(SURE * std, 1.0)).nonzero()[:, 0].tolist()
-    return {label: clip * noisy["sums"][label] / noisy["counts"][label] for label in there}
+    sure_classes = (noisy["counts"] > max(SURE * std, 1.0)).nonzero()[:, 0].tolist()
+    return {label: clip * noisy["sums"][label] / noisy["counts"][label] for label in sure_classes}
 
 
 SOME_VISITS = 0.2
@@ -142,9 +142,9 @@ class SampleDP(TrainingData, Private):
     everybody who sees what the client sends: the server too. Everything that a step trains gets the noise, personal layers
     and models as well, since the gradient of what is shared depends on them; a model that trains beside the steps and that
     they never read (`APFL`, `FLDE`) gets none, has no epsilon, and must not leave the client. Values that the module logs in
-    training and scores on validation data stay with the client; numbers of samples count as known; what test scores tell of
-    test records nobody bounds. A person with several records is hidden record by record, unless ``unit="patient"``; one
-    with records at several clients spends at each.
+    training and scores on validation data stay with the client; numbers of samples and patients count as known; what test
+    scores tell of test records nobody bounds. A person with several records is hidden record by record, unless
+    ``unit="patient"``; one with records at several clients spends at each.
 
     Noise and batches are drawn from a secret of the operating system's, which lies in what the client keeps (in a plain
     Trainer: nowhere), never from the run's seed. A visit that is carried out again gives the same bits; where the model that

@@ -238,18 +238,18 @@ class SecureAggregation(SumCodec):
         texts = {client: {other: of[client] for other, of in sealed.items() if other != client} for client in sealed}
         training = {client: {"entries": entries, "share": shares[client], "shares": texts[client]} for client in sealed}
         answers = yield self._visits(server, "", training)
-        there = [answer.client for answer in answers if answer.error is None]
-        self._refuse_few(server, there, asked, "have sent masked updates", answers)
+        present = [answer.client for answer in answers if answer.error is None]
+        self._refuse_few(server, present, asked, "have sent masked updates", answers)
         # The changes of the others are zero: the sum would show one or two.
         if len(moved := contributors(answers)) < LEAST:
             warn(
-                f"Round {server.round + 1}: {len(moved)} of {len(there)} clients that have sent masked updates took a real "
+                f"Round {server.round + 1}: {len(moved)} of {len(present)} clients that have sent masked updates took a real "
                 f"step, and SecureAggregation opens no sum of fewer than {LEAST}. The model stays as it is."
             )
             self._keep(server)
             return
-        flags = {client: torch.tensor(client in there) for client in sealed}
-        answers = yield self._visits(server, OPEN, {client: {"there": flags} for client in there})
+        flags = {client: torch.tensor(client in present) for client in sealed}
+        answers = yield self._visits(server, OPEN, {client: {"there": flags} for client in present})
         opened = {client: extras[OPEN] for client, extras in self._of(answers).items()}
         self._refuse_few(server, opened, asked, "were left to open the sum", answers)
         self._keep(server, keys=keys, opened=opened, shares=shares)

@@ -357,7 +357,13 @@ class IndexedFederatedDataModule(FederatedDataModule):
         assert source.sampler is not None
         if not len(view):
             return DataLoader(view, batch_size=1)
-        sampler = source.sampler(view)
+        try:
+            sampler = source.sampler(view)
+        except AttributeError as error:
+            raise ValueError(
+                f"The sampler of client {client!r} cannot be made: {error}. It is given a view of the client's samples, with "
+                "`dataset` (yours) and `indices`, as torch's Subset has them."
+            ) from error
         if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
             raise ValueError(
                 f"The sampler made for client {client!r} is a {type(sampler).__name__} without __iter__ or __len__; return a "

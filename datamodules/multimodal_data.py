@@ -235,9 +235,9 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         dataset = split.dataset
         assert isinstance(dataset, ModalityDataset)
         for name in dataset.modalities:
-            there = dataset.present.get(name, torch.ones(len(dataset), dtype=torch.bool))
+            is_present = dataset.present.get(name, torch.ones(len(dataset), dtype=torch.bool))
             for client, indices in zip(ids, split.indices, strict=True):
                 if name not in self._modalities_by_client[client]:
-                    there[torch.from_numpy(np.asarray(indices))] = False
-            if not bool(there.all()):
-                dataset.present[name] = there
+                    is_present[torch.from_numpy(np.asarray(indices))] = False
+            if not bool(is_present.all()):
+                dataset.present[name] = is_present

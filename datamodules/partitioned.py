@@ -15,6 +15,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     default_collate,
 )
@@ -65,9 +66,9 @@ class Partitioned(IndexedFederatedDataModule):
         batch_size: Batch size of every loader. `None` keeps each loader's own.
         val_seed: Seed of the validation cut alone. `None` is `seed`.
         sampler: Function that makes the sampler (or batch sampler) of a client's training batches from the client's
-            dataset: `lambda data: WeightedRandomSampler(weights_of(data), len(data))`. It takes the place of the
-            wrapped loader's own, which knows nothing of clients. Samplers draw from torch's global generator, which has
-            an address in every visit.
+            dataset, a view with `dataset` and `indices` as torch's `Subset`: `lambda data:
+            WeightedRandomSampler(weights_of(data), len(data))`. It takes the place of the wrapped loader's own, which knows
+            nothing of clients. Samplers draw from torch's global generator, which has an address in every visit.
         public_fraction: As `public`, for a share.
         public: Public data, which are in nobody's training, validation or test data: a share of every client's training
             samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
@@ -100,7 +101,7 @@ class Partitioned(IndexedFederatedDataModule):
         seed: int = 0,
         batch_size: int | None = None,
         val_seed: int | None = None,
-        sampler: Callable[[Any], Any] | None = None,
+        sampler: Callable[[Any], Sampler[Any]] | None = None,
         group: Any = None,
         public_fraction: ShareBelowOne = 0.0,
         public: Public = None,

@@ -356,13 +356,14 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             if column.numbers is None or name in self.categorical:
                 cells = np.array(column.cells)[kept]
                 self._named_by_file.setdefault("categories", {})[name] = levels_of(column)
+                ask_about_spelling(levels_of(column), f"{self.path}, column {name!r}")
                 for level in levels_of(column):
                     self.feature_names.append(f"{name}={level}")
                     columns.append((cells == level).astype(np.float64))
                 continue
             self.feature_names.append(name)
-            there = np.flatnonzero(kept)
-            refuse_extremes(f"{self.path}: column {name!r}", column.numbers, [there[part] for part in rows])
+            kept_rows = np.flatnonzero(kept)
+            refuse_extremes(f"{self.path}: column {name!r}", column.numbers, [kept_rows[part] for part in rows])
             if self.scale == "federated" and name not in self.statistics:
                 self._open.numbers[name] = len(columns), column.numbers[kept]
                 columns.append(np.full(int(kept.sum()), np.nan))

@@ -261,7 +261,7 @@ def test_a_table_goes_from_file_to_report(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert words[0] != "partition" or done.stdout.split() == shown("partition")[-1].split()
     page = (tmp_path / "runs/table/report.html").read_text()
-    assert "RMSE is in standard deviations of progression: times 75 it is in its own units" in page
+    assert "RMSE is in the units of progression; metrics.csv has it in standard deviations (75)." in page
 
 
 def test_numbers_agree() -> None:

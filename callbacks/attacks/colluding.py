@@ -72,9 +72,9 @@ class Colluding(UpdateInterception, BadClients):
 
     def intercept(self, server: Server, sent: Sequence[Message], updates: Sequence[Update]) -> None:
         """Put one change in place of those of all bad clients that trained a model."""
-        there = [pair for pair in zip(sent, updates, strict=True) if contributors(pair[1:])]
-        for model in dict.fromkeys(update.model for _, update in there):
-            pairs = [pair for pair in there if pair[1].model == model and pair[1].state]
+        contributed = [pair for pair in zip(sent, updates, strict=True) if contributors(pair[1:])]
+        for model in dict.fromkeys(update.model for _, update in contributed):
+            pairs = [pair for pair in contributed if pair[1].model == model and pair[1].state]
             bad = [pair for pair in pairs if pair[1].client in self.clients]
             good = [pair for pair in pairs if pair[1].client not in self.clients]
             known_pairs = bad if self.knows == "colluders" else good

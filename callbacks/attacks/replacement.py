@@ -129,9 +129,9 @@ class ModelReplacement(UpdateInterception, Attack):
 
     def intercept(self, server: Server, sent: Sequence[Message], updates: Sequence[Update]) -> None:
         """Scale by the share of the bad clients in the mean of their model."""
-        there = [pair for pair in zip(sent, updates, strict=True) if pair[1].error is None and pair[1].state]
-        for model in dict.fromkeys(update.model for _, update in there):
-            pairs = [pair for pair in there if pair[1].model == model]
+        answered = [pair for pair in zip(sent, updates, strict=True) if pair[1].error is None and pair[1].state]
+        for model in dict.fromkeys(update.model for _, update in answered):
+            pairs = [pair for pair in answered if pair[1].model == model]
             total = sum(server.weight(update) for _, update in pairs)
             pairs = [pair for pair in pairs if pair[1].client in self.clients]
             bad = sum(server.weight(update) for _, update in pairs)

@@ -219,12 +219,12 @@ def cka_rows(number: int, stage: str, tables: Sequence[StageTable]) -> Iterator[
         return
     grams = [dict(zip(table.layers, table.grams, strict=True)) for table in tables if table.grams is not None]
     for index, layer in enumerate(tables[0].layers, 1):
-        there = [of_layer[layer] for of_layer in grams if layer in of_layer]
-        if len(there) < len(tables) or any(bool(gram.isnan().any()) for gram in there):
+        grams_of_layer = [of_layer[layer] for of_layer in grams if layer in of_layer]
+        if len(grams_of_layer) < len(tables) or any(bool(gram.isnan().any()) for gram in grams_of_layer):
             continue
-        between = pairwise_cka(there)
+        between = pairwise_cka(grams_of_layer)
         between.fill_diagonal_(0)
-        scores = (between.sum(dim=1) / (len(there) - 1)).tolist()
+        scores = (between.sum(dim=1) / (len(grams_of_layer) - 1)).tolist()
         for table, score in zip(tables, scores, strict=True):
             yield LayerRow(number, stage, table.client, index, layer, "cka", score)
         yield LayerRow(number, stage, ALL, index, layer, "cka", math.fsum(scores) / len(scores))

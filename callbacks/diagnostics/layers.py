@@ -236,8 +236,8 @@ def correlation_rows(
         >>> [(row["b"], round(row["rho"], 6)) for row in correlation_rows({"seed 0": rows}, resamples=10)]
         [('cka', -1.0)]
     """
-    there = {row.quantity for rows in runs.values() for row in rows if row.client != ALL}
-    return [asdict(rank_correlation(runs, a, b, **options)) for b in others if b in there]
+    quantities = {row.quantity for rows in runs.values() for row in rows if row.client != ALL}
+    return [asdict(rank_correlation(runs, a, b, **options)) for b in others if b in quantities]
 
 
 def _groups(rows: Iterable[LayerRow], a: str, b: str, stage: str) -> list[list[tuple[float, float]]]:

@@ -263,9 +263,9 @@ class NoSinglePublicSample(requires.Requirement):
     batch_size: str = ""
 
     def fault(self, owner: Any, setup: Setup) -> str:
-        batch, there = setup.public.batch(), setup.public.size()
-        chosen = getattr(owner, self.samples) if self.samples else there
-        count = min(chosen(there) if callable(chosen) else chosen, there)
+        batch, num_public = setup.public.batch(), setup.public.size()
+        chosen = getattr(owner, self.samples) if self.samples else num_public
+        count = min(chosen(num_public) if callable(chosen) else chosen, num_public)
         size = (self.batch_size and getattr(owner, self.batch_size)) or len(inputs_of(batch, owner.key))
         option = f"{owner.key}({self.batch_size}=...)" if self.batch_size else "the batch size of the public data"
         modules = (

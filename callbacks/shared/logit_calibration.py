@@ -165,8 +165,8 @@ def kind_of_loss(logits: Tensor, gradient: Tensor, labels: Tensor) -> Literal["p
         weighted
         other
     """
-    there = labels != IGNORED
-    logits, gradient, labels = logits[there], gradient[there] * int(there.sum()), labels[there]
+    counts = labels != IGNORED
+    logits, gradient, labels = logits[counts], gradient[counts] * int(counts.sum()), labels[counts]
     chances = logits.softmax(1)
     one_hot = F.one_hot(labels, logits.shape[1]).to(chances)
     plain = chances - one_hot

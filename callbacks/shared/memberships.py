@@ -101,9 +101,9 @@ def best_fitted(losses: Tensor) -> Tensor:
         >>> best_fitted(torch.tensor([[0.1, 0.9, torch.nan, 0.4], [0.4, 0.2, torch.nan, 0.5]]))
         tensor([0.6667, 0.3333], dtype=torch.float64)
     """
-    there = losses[:, ~losses.isnan().all(0)]
-    counts = torch.bincount(ties.first_least(there), minlength=len(losses))
-    return counts / torch.tensor(max(there.shape[1], 1), dtype=torch.float64)
+    defined = losses[:, ~losses.isnan().all(0)]
+    counts = torch.bincount(ties.first_least(defined), minlength=len(losses))
+    return counts / torch.tensor(max(defined.shape[1], 1), dtype=torch.float64)
 
 
 def in_client_order(server: Server, by_client: Mapping[str, T]) -> dict[str, T]:

@@ -140,12 +140,14 @@ def refuse_blind_training(setup: Setup, encoders: Mapping[str, list[str]], owner
     """
     batch = setup.data.first_batch()
     inputs = None if batch is None else inputs_of(batch)
-    there = [name for name in inputs or {} if bool(rows_with((inputs or {})[name]).any())]
-    lacking = [] if inputs is None else [name for name in encoders if name not in there]
-    cases = {name: drop_modality(batch, name) for name in there if len(there) > 1} | dict.fromkeys(lacking, batch)
+    modalities = [name for name in inputs or {} if bool(rows_with((inputs or {})[name]).any())]
+    lacking = [] if inputs is None else [name for name in encoders if name not in modalities]
+    cases = {name: drop_modality(batch, name) for name in modalities if len(modalities) > 1} | dict.fromkeys(
+        lacking, batch
+    )
     for modality, seen in cases.items():
-        if modality in there:
-            others = torch.stack([rows_with((inputs or {})[name]) for name in there if name != modality]).any(0)
+        if modality in modalities:
+            others = torch.stack([rows_with((inputs or {})[name]) for name in modalities if name != modality]).any(0)
             if not others.all():
                 if int(others.sum()) < 2:  # batch normalisation cannot train on one
                     continue

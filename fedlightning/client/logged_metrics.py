@@ -166,19 +166,19 @@ def _counted(metric: Any, compute: Compute) -> Any:
         counts = {name: count.sum() for name, count in counts.items()}
     tp, fp, tn, fn = counts.values()
     if isinstance(metric, OF_POSITIVES):
-        of = tp + fn
+        total = tp + fn
     elif isinstance(metric, SPECIFICITY):
-        of = tn + fp
+        total = tn + fp
     elif isinstance(metric, NEGATIVE_VALUE):
-        of = tn + fp + fn
+        total = tn + fp + fn
     elif isinstance(metric, PRECISION_AND_F1):
-        of = tp + fp + fn
+        total = tp + fp + fn
     else:
         return compute()
-    counts_in_mean = tp + fp + fn > 0 if isinstance(metric, MULTICLASS) else torch.ones_like(of, dtype=torch.bool)
+    counts_in_mean = tp + fp + fn > 0 if isinstance(metric, MULTICLASS) else torch.ones_like(total, dtype=torch.bool)
     if getattr(metric, "average", None) == "weighted":
         counts_in_mean = tp + fn > 0
-    return _by_class(metric, compute, of > 0, tp + fn, changes=bool(((of == 0) & counts_in_mean).any()))
+    return _by_class(metric, compute, total > 0, tp + fn, changes=bool(((total == 0) & counts_in_mean).any()))
 
 
 def _jaccard(metric: Any, compute: Compute) -> Any:
@@ -306,8 +306,8 @@ def monitors(trainer: Any) -> Iterator[Monitor]:
 
 def missing(trainer: Any) -> list[Monitor]:
     """Return what is monitored but has not been logged."""
-    there = trainer.callback_metrics
-    return [monitor for monitor in monitors(trainer) if monitor.metric not in there]
+    metrics = trainer.callback_metrics
+    return [monitor for monitor in monitors(trainer) if monitor.metric not in metrics]
 
 
 def require(trainer: Any, module: str, validates: bool, error: BaseException | None = None) -> None:

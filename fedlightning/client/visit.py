@@ -307,11 +307,11 @@ def _evaluate(
         for data in evaluate.data:
             try:
                 loader = runner.loader(client.message, split) if data == "local" else runner.pooled_dataloader(split)
-                there = loader is not None and len(loader) > 0
+                has_batches = loader is not None and len(loader) > 0
             except BaseException as error:
                 update.gaps.append((stage, data, split, describe_error(client_failure(error))))
                 continue
-            if loader is not None and there:
+            if loader is not None and has_batches:
                 places.append((data, split))
                 seed = (runner.settings.seed, client.visit, client.id, "score", stage, split, data)
                 requests.append(ScoreRequest(module, loader, split, seed, client.id))

@@ -19,6 +19,7 @@ from fedlightning.scores.metric_names import higher_is_better
 from fedlightning.storage.files import read_json
 from fedlightning.study.calibration import wilson
 from fedlightning.study.finished_runs import Run, load_run
+from fedlightning.study.units import target_of
 
 DESCRIPTION = """\
 Write a model card (README.md) and copy the global model and the configuration beside it: a folder that
@@ -194,6 +195,8 @@ def _scores(run: Run, metric: str) -> Iterator[str]:
     for client in run.clients:
         cells = (_with_interval(scores.get(client), sizes.get(client), metric) for scores in (deployed, shared))
         yield f"| {client} | {sizes.get(client, '-')} | {' | '.join(cells)} |"
+    if (units := target_of(run.config).in_words(metric)) is not None:
+        yield f"\n{units}"
     yield "\nIntervals (95 %, Wilson) are over a client's test samples; they do not hold what another seed would change.\n"
 
 

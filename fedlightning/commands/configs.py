@@ -70,9 +70,9 @@ def configs(words: Sequence[str]) -> int:
     if not options.names:
         raise InputError("name what to copy: fedlightning configs copy quickstart algorithms/fenda, or copy all.")
     targets = {name: options.to / f"{name}.yaml" for name in _chosen(options.names, files)}
-    there = [str(path) for path in targets.values() if path.exists()]
-    if there and not options.force:
-        raise InputError(f"{there[0]} is there already. Give another folder with --to, or --force to overwrite it.")
+    existing = [str(path) for path in targets.values() if path.exists()]
+    if existing and not options.force:
+        raise InputError(f"{existing[0]} is there already. Give another folder with --to, or --force to overwrite it.")
     for name, path in targets.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(files[name], path)

@@ -20,13 +20,15 @@ from fedlightning.compat.rich_tables import print_whole
 from fedlightning.datamodules import FederatedDataModule
 from fedlightning.datamodules.federated_data import sort_clients
 from fedlightning.datamodules.partition_report import class_names_of
-from fedlightning.scores.metric_names import ACCURACY, SHARES, bare, metric_label, units_in_words
+from fedlightning.scores.metric_names import ACCURACY, SHARES, bare, metric_label
 from fedlightning.storage.files import write_text_atomically
 from fedlightning.study.calibration import calibration, calibration_intervals, wilson
 from fedlightning.study.columns import GLOBAL, LOCAL
 from fedlightning.study.comparison_files import as_csv, flat, plain
 from fedlightning.study.data import Table
+from fedlightning.study.finished_runs import read_config
 from fedlightning.study.samples import Predicted
+from fedlightning.study.units import Target, target_of
 from fedlightning.trainer import FederatedTrainer
 
 FILE = "evaluation"
@@ -132,7 +134,8 @@ def show_evaluation(
     predicted = None
     if data is not None and split == "test":
         predicted = predict_samples(trainer, data, [client for client, samples in sizes.items() if samples >= least])
-    lines = evaluation(trainer.results, sizes, least, predicted)
+    target = Target() if trainer.run is None else target_of(read_config(trainer.run.path))
+    lines = evaluation(target.results(trainer.results), sizes, least, predicted)
     scored = [line for line in lines if line["why"] is None]
     names = [name for name in SHOWN if any(line.get(name) is not None for line in scored)]
     names = names or [name for name in (scored[0] if scored else {}) if f"{name}_ci95" in scored[0]]
@@ -151,10 +154,7 @@ def show_evaluation(
     classes = [] if data is None else class_names_of(data)
     event = classes[1] if len(classes) == 2 else None  # of two classes the second is the event
     meanings += f" Events are of class {event}." if event is not None else ""
-    scale = getattr(data, "target", None), getattr(data, "target_statistics", None)
-    meanings += "".join(
-        f" {units}" for name in names[:MAX_LISTED] if data is not None and (units := units_in_words(name, *scale))
-    )
+    meanings += "".join(f" {units}" for name in names[:MAX_LISTED] if (units := target.in_words(name)))
     screen.print(f"{INTERVALS}{meanings} All columns are in the files.", highlight=False, markup=False)
     if predicted is not None and predicted.reason:
         say(screen, f"No calibration slope: {predicted.reason}.", markup=False)

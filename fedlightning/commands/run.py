@@ -30,10 +30,12 @@ from fedlightning.leakage import describe_attacks, inversion, leakage, likelihoo
 from fedlightning.onboarding.onboarding import SUMMARY
 from fedlightning.ranges import PositiveInt
 from fedlightning.resume.stop_requests import requeued
-from fedlightning.scores.table import evaluation_line, print_results
+from fedlightning.scores.table import evaluation_line, important_metrics, print_results
 from fedlightning.storage.files import is_writing_process, read_json, save_tensors, write_text_atomically, writing
 from fedlightning.study.client_failures import failures_line
 from fedlightning.study.comparison_files import as_csv
+from fedlightning.study.finished_runs import read_config
+from fedlightning.study.units import Target, target_of
 from fedlightning.trainer import FederatedTrainer
 
 Attack = Literal["usual", "ratio", "canaries", "inversion"]
@@ -182,7 +184,7 @@ class Commands(CommandLine):
     def _show(self, results: list[dict[str, Any]], screen: Console) -> None:
         """Print the results of a fit."""
         splits = {row["split"] for row in results}
-        print_results(results, "test" if "test" in splits else "val", screen)
+        self._print(results, "test" if "test" in splits else "val", screen)
         summary = self.trainer.summary
         line = failures_line(summary.get("failures", []), len(self.datamodule.client_ids), sites=summary.get("sites"))
         for text in (line, evaluation_line(self.trainer.summary)):
@@ -190,6 +192,14 @@ class Commands(CommandLine):
                 say(screen, f"\n{text}", markup=False)
         if self.trainer.run is not None:
             say(screen, f"\nRun: {shown(self.trainer.run.path)}")
+
+    def _print(self, results: list[dict[str, Any]], split: str, screen: Console) -> None:
+        """Print a table of scores; errors of a regression in the units of its target."""
+        target = Target() if self.trainer.run is None else target_of(read_config(self.trainer.run.path))
+        print_results(target.results(results), split, screen)
+        shown_metric = next(iter(important_metrics([row for row in results if row["split"] == split])), "")
+        if (units := target.in_words(shown_metric)) is not None:
+            say(screen, f"\n{units}", markup=False)
 
     def _fields(self) -> dict[str, Any]:
         """Return what `--json` says of a run, whichever command has scored it."""
@@ -346,7 +356,7 @@ class Commands(CommandLine):
         results = score(checkpoint=checkpoint, verbose=False)
         if is_writing_process():
             screen = console()
-            print_results(results, split, screen)
+            self._print(results, split, screen)
             rounds = f"after {self.trainer.rounds_done} of {self.trainer.max_rounds} rounds"
             say(screen, f"\nRun: {shown(folder)} ({rounds})")
             if as_json:

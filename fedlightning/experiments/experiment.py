@@ -100,11 +100,11 @@ class StudyFile(Watcher):
     def _is_open(self, method: Method, seed: int, redo: Redo | None) -> bool:
         """Return True if a run is still to be made."""
         entry, folder = self.entry(method.name, seed), self.run_folder(method.name, seed)
-        there = (folder / "metrics.csv").exists()
-        if redo == "all" or (entry is None and not there):
+        has_metrics = (folder / "metrics.csv").exists()
+        if redo == "all" or (entry is None and not has_metrics):
             return True
         if entry is None or not self._same(entry, method):
-            if there and (entry is None or entry["state"] != "failed"):
+            if has_metrics and (entry is None or entry["state"] != "failed"):
                 raise InputError(self._refusal(method, seed, entry))
             return True
         if entry["state"] == "failed":

@@ -192,9 +192,9 @@ def missing_baselines(configs: Sequence[Config], requested: Sequence[str] = AUTO
     """
     if tuple(requested) == AUTO and any(_are_mixed(config) for config in configs):
         requested = AUTO[:1]
-    there = [algorithms_of(config) for config in configs]
+    present = [algorithms_of(config) for config in configs]
     names = [find(name).name for name in requested]
-    return [name for name in names if {name} - {_DEFAULT} not in there]
+    return [name for name in names if {name} - {_DEFAULT} not in present]
 
 
 def notes(configs: Sequence[Config]) -> list[str]:

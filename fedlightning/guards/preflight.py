@@ -156,14 +156,14 @@ class PreflightQuestions:
     # -- the configuration ---------------------------------------------------------------------------------------------
     def counts(self) -> None:
         """Refuse numbers of clients above how many there are; tell of numbers of rounds that the run does not reach."""
-        server, there = self.server, len(self.server.clients)
+        server, num_clients = self.server, len(self.server.clients)
         asked = [("The trainer", "participation", "clients", server.participation.share)]
         owners = (*server.callbacks, self.federation.loop)
         asked += [(type(owner).__name__, *counted) for owner in owners for counted in counts_of(owner)]
         for owner, name, things, count in asked:
-            if things == "clients" and isinstance(count, int) and count > there:
+            if things == "clients" and isinstance(count, int) and count > num_clients:
                 raise ConfigurationError(
-                    f"{owner} got {name}={count}, and the federation has {self._clients}. Use {there} at most."
+                    f"{owner} got {name}={count}, and the federation has {self._clients}. Use {num_clients} at most."
                 )
             if things == "rounds" and count > server.max_rounds > 1:
                 warn(

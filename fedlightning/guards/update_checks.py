@@ -227,9 +227,9 @@ class Sizes:
         beyond = self.usual.limit(what, kind, sent, norm)
         if beyond is None:
             return None
-        of = "is usual" if what in self.usual.usual else "is that of what it was sent"
+        measure = "is usual" if what in self.usual.usual else "is that of what it was sent"
         limit = f"failures.update_limit={self.usual.factor:g}"
-        return f"the norm {norm:.3g}, and {beyond[1]:.3g} {of}: more than {beyond[0]:.3g} is refused ({limit})"
+        return f"the norm {norm:.3g}, and {beyond[1]:.3g} {measure}: more than {beyond[0]:.3g} is refused ({limit})"
 
 
 def find_update_fault(server: Server, message: Message, update: Update, sizes: Sizes) -> str | None:

@@ -227,20 +227,20 @@ def canaries(
     chosen = [bred[place] for place in order]
     reached = power_of(len(chosen), leak, claimed, delta, confidence)
     report(_can_find(len(chosen), leak, claimed, delta, confidence, reached))
-    there = torch.rand(len(chosen), generator=draw) < 0.5
+    is_member = torch.rand(len(chosen), generator=draw) < 0.5
     pools_of_clients = {client: pool_of(data, client, ("train",)) for client in clients}
     if unit == "record":
         for place, (client, canary) in enumerate(chosen):
-            if there[place]:
+            if is_member[place]:
                 pools_of_clients[client].datasets.append(canary)
         pools = {client: type(pool)(pool.datasets) for client, pool in pools_of_clients.items()}
         train = {client: loader_like(data, client, pools[client]) for client in clients}
     else:
         train = {client: loader_like(data, client, pools_of_clients[client]) for client in clients}
         for place, (client, canary) in enumerate(chosen):
-            members = canary if there[place] else Subset(canary, [])
+            members = canary if is_member[place] else Subset(canary, [])
             train[f"canary{place}"] = loader_like(data, client, members)
-    report(f"audit run with {int(there.sum())} of {len(chosen)} canaries")
+    report(f"audit run with {int(is_member.sum())} of {len(chosen)} canaries")
     before = _losses(trainer.module(None, checkpoint), data, chosen, seed)
     with TemporaryDirectory() as folder:
         again = trained_again(trainer, data, train, Path(folder), seed + 1)
@@ -250,7 +250,7 @@ def canaries(
     ranked = learnt.argsort(stable=True, descending=True)
     guesses = guesses_of(len(chosen))
     each = guesses // 2
-    right = int(there[ranked[:each]].sum()) + int((~there[ranked[-each:]]).sum())
+    right = int(is_member[ranked[:each]].sum()) + int((~is_member[ranked[-each:]]).sum())
     delta, spent = float(accounted.get("delta") or 0.0), accounted.get("epsilon")
     bound, most = (epsilon_bound(len(chosen), guesses, hits, delta, confidence) for hits in (right, guesses))
     spent = None if spent is None else float(spent)

@@ -85,17 +85,21 @@ class MultimodalNet(nn.Module):
             self.classifier = nn.Linear(self.fusion.out_features, num_classes)
 
     def forward(self, x: Mapping[str, Tensor]) -> Tensor:
-        tokens, there = self.encode(x)
-        fused = there.sum(1) > 1 if len(self.heads) else torch.ones(len(there), dtype=torch.bool, device=there.device)
+        tokens, is_present = self.encode(x)
+        fused = (
+            is_present.sum(1) > 1
+            if len(self.heads)
+            else torch.ones(len(is_present), dtype=torch.bool, device=is_present.device)
+        )
         if bool(fused.all()):
-            return self._fused(tokens, there)
-        answers = [(fused, self._fused(_some(tokens, fused), there[fused]))] if bool(fused.any()) else []
+            return self._fused(tokens, is_present)
+        answers = [(fused, self._fused(_some(tokens, fused), is_present[fused]))] if bool(fused.any()) else []
         for place, name in enumerate(self.modalities):
-            rows = ~fused & there[:, place]
+            rows = ~fused & is_present[:, place]
             if bool(rows.any()):
                 answers.append((rows, self.heads[name](tokens[name][rows].mean(1))))
         first = answers[0][1]
-        logits = first.new_zeros(len(there), first.shape[1])
+        logits = first.new_zeros(len(is_present), first.shape[1])
         for rows, answer in answers:
             logits = logits.index_put((rows,), answer.to(logits.dtype))
         return logits
@@ -125,8 +129,8 @@ class MultimodalNet(nn.Module):
         first = next(iter(x.values()))
         absent = torch.zeros(len(first), dtype=torch.bool, device=first.device)
         columns = [present_rows(x[name]) if name in x else absent for name in self.modalities]
-        there = torch.stack(columns, dim=1)
-        if not bool(there.any(1).all()):
+        is_present = torch.stack(columns, dim=1)
+        if not bool(is_present.any(1).all()):
             raise ValueError("A sample has no modality at all. Leave it out of the data.")
         tokens: dict[str, Tensor] = {}
         for name, rows in zip(self.modalities, columns, strict=True):
@@ -137,7 +141,7 @@ class MultimodalNet(nn.Module):
                 tokens[name] = encoded.new_zeros(len(rows), *encoded.shape[1:]).index_put((rows,), encoded)
         like = next(iter(tokens.values()))
         missing = [name for name in self.modalities if name not in tokens]
-        return tokens | {name: like.new_zeros(len(there), 1, self.width) for name in missing}, there
+        return tokens | {name: like.new_zeros(len(is_present), 1, self.width) for name in missing}, is_present
 
     def _encoded(self, name: str, inputs: Tensor) -> Tensor:
         features: Tensor = self.encoders[name](inputs)

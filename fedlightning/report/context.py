@@ -211,7 +211,11 @@ class Context:
         values_by_method: dict[str, dict[str, float | None]] = {method: {} for method in order}
         for row in self.client_rows:
             values_by_method[row["method"]][row["client"]] = row[key]
-        return {method: of for method, of in values_by_method.items() if any(is_number(value) for value in of.values())}
+        return {
+            method: column
+            for method, column in values_by_method.items()
+            if any(is_number(value) for value in column.values())
+        }
 
     def picture(self, name: str, title: str, alt: str, draw: Callable[[], Figure]) -> Picture:
         """Draw a figure, write its files, and return the picture for the page."""

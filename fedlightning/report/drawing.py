@@ -12,6 +12,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -97,6 +98,16 @@ def legend_below(figure: Figure, axes: Axes, columns: int = 3) -> None:
 def count_along_x(axes: Axes) -> None:
     """Let ticks below be whole numbers, also where there is one."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def label_logarithms(axis: Axis) -> None:
+    """Label a logarithmic axis at powers of ten, and at 2 and 5 times these, which are few enough for any axis."""
+    axis.set_major_formatter("{x:g}")
+
+    def label(value: float, place: float) -> str:
+        return f"{value:g}" if f"{value:e}"[0] in "25" else ""
+
+    axis.set_minor_formatter(label)
 
 
 def settle(figure: Figure) -> None:

@@ -12,9 +12,11 @@ def describe_attacks(attacks: Mapping[str, Any]) -> list[str]:
     if rows := attacks.get("membership"):
         worst = max(rows, key=lambda row: row["auc"])
         telling = len([row for row in rows if row["low"] > 0.5])
+        which = "the model is" if len(rows) == 1 else f"{telling} of {len(rows)} models are"
+        verdict = "" if telling or len(rows) > 1 else "not "
         lines.append(
-            f"Membership: the loss tells {telling} of {len(rows)} models' training samples "
-            f"from others (95 % interval above 0.5); the most, that of '{worst['model']}', with AUC {worst['auc']:.3f}."
+            f"Membership: {which} {verdict}found to have a lower loss on training samples than on others (95 % interval of "
+            f"the AUC above 0.5); the highest AUC is {worst['auc']:.3f} ('{worst['model']}')."
         )
     sites = attacks.get("sites")
     if sites is not None:
@@ -39,8 +41,8 @@ def describe_attacks(attacks: Mapping[str, Any]) -> list[str]:
         )
     if images := attacks.get("inversion"):
         lines.append(
-            f"Inversion: images of '{images['client']}' from the gradient of one step of {images['batch']}: PSNR "
-            f"{images['psnr']:.1f} dB (MSE {images['mse']:.4f}); the mean of its images as a guess has "
+            f"Inversion: images of client '{images['client']}' from the gradient of one step, batch {images['batch']}: PSNR "
+            f"{images['psnr']:.1f} dB (MSE {images['mse']:.2g}); the mean of its images as a guess has "
             f"{images['psnr_of_mean']:.1f} dB. Labels were known, and more steps, larger batches, noise or secure sums give "
             "less away."
         )

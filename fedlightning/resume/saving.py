@@ -135,11 +135,11 @@ def _check_frozen(folder: Path, server: Server, hashes: Mapping[str, Any]) -> No
     for architecture in server.models.architectures:
         now, then = server.blueprint.base_hash(architecture), hashes.get(architecture)
         if then not in (None, now):
-            of = f" of architecture '{architecture}'" if architecture else ""
+            suffix = f" of architecture '{architecture}'" if architecture else ""
             raise ValueError(
-                f"The state in {folder} belongs to frozen parameters{of} with the hash {str(then)[:16]}, and those that are "
-                f"built now have {now[:16]}: what was trained beside the others would mean nothing. What configure_model or "
-                "a callback's wrap_module makes must be as it was when the run was started."
+                f"The state in {folder} belongs to frozen parameters{suffix} with the hash {str(then)[:16]}, and those "
+                f"that are built now have {now[:16]}: what was trained beside the others would mean nothing. What "
+                "configure_model or a callback's wrap_module makes must be as it was when the run was started."
             )
 
 

@@ -72,22 +72,6 @@ def metric_label(name: str) -> str:
     return LABELS.get(name, name.replace("_", " "))
 
 
-def units_in_words(metric: str, target: str | None, statistics: Sequence[float] | None) -> str | None:
-    """Return in what units the errors of a regression are; `None` for other metrics.
-
-    Example:
-        >>> units_in_words("mse", "days", [12, 6])
-        'MSE is in squared standard deviations of days: times 36 it is in its own squared units.'
-    """
-    if metric not in ("rmse", "mae", "mse"):
-        return None
-    name, of, squared = metric_label(metric), target or "the target", "squared " if metric == "mse" else ""
-    if statistics is None:
-        return f"{name} is in the {squared}units of {of}."
-    times = float(statistics[1]) ** (2 if squared else 1)
-    return f"{name} is in {squared}standard deviations of {of}: times {times:g} it is in its own {squared}units."
-
-
 def bounds_of(modules: Iterable[Any]) -> dict[str, tuple[float, float]]:
     """Return what metrics can be, by their bare names: what modules say by `metric_bounds`; of shares at least `[0, 100]`.
 

@@ -156,15 +156,17 @@ def evaluation_line(summary: Mapping[str, Any]) -> str | None:
         summary.get("evaluation_seconds", 0.0),
         summary.get("seconds", 0.0),
     )
-    count, of = evaluation.get("clients", 0), evaluation.get("of", 0)
+    count, total = evaluation.get("clients", 0), evaluation.get("of", 0)
     if (before := evaluation.get("in_training")) is not None:
-        return f"Scored: {count} of {of} clients on test data, {before['clients']} in training and at stage L2."
-    if count < of:
-        return f"Scored: {count} of {of} clients (evaluation.clients), in {spent:.0f} of the {whole:.0f} s of the run."
-    if of >= MANY_CLIENTS and 2 * spent > whole:
+        return f"Scored: {count} of {total} clients on test data, {before['clients']} in training and at stage L2."
+    if count < total:
         return (
-            f"Scoring all {of} clients took {spent:.0f} of the {whole:.0f} s of the run: evaluation.clients=100 scores 100 "
-            "of them, evaluation.every=10 every tenth round."
+            f"Scored: {count} of {total} clients (evaluation.clients), in {spent:.0f} of the {whole:.0f} s of the run."
+        )
+    if total >= MANY_CLIENTS and 2 * spent > whole:
+        return (
+            f"Scoring all {total} clients took {spent:.0f} of the {whole:.0f} s of the run: evaluation.clients=100 scores "
+            "100 of them, evaluation.every=10 every tenth round."
         )
     return None
 
@@ -189,10 +191,10 @@ def _caption(rows: Sequence[Result]) -> str:
 def _mean_std(row: Result | None) -> str:
     if row is None or row["mean"] is None:
         return "-"
-    mean, of = _number(row["mean"]), len(row["per_client"])
-    text = f"{mean} ± {_number(row['std'])}" if of > 1 else f"{mean}{' ' * 9}"
+    mean, count = _number(row["mean"]), len(row["per_client"])
+    text = f"{mean} ± {_number(row['std'])}" if count > 1 else f"{mean}{' ' * 9}"
     some = _defined(row)
-    return text if some == of else f"{text} ({some}/{of})"
+    return text if some == count else f"{text} ({some}/{count})"
 
 
 def _defined(row: Result) -> int:

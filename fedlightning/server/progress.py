@@ -98,5 +98,5 @@ def _mean_text(name: str, values: Sequence[float]) -> str:
     defined = [value for value in values if value == value]
     if not defined:
         return ""
-    of = "" if len(defined) == len(values) else f" ({len(defined)} of {len(values)} clients)"
-    return f"{name} {sum(defined) / len(defined):.4f}{of}"
+    suffix = "" if len(defined) == len(values) else f" ({len(defined)} of {len(values)} clients)"
+    return f"{name} {sum(defined) / len(defined):.4f}{suffix}"

@@ -206,10 +206,10 @@ class UpdateCollector:
         idle = {update.client for update in clients if update.contributed is False} - counted
         failed = {client: f"client '{client}' took no real step" for client in visited if client in idle}
         failed |= {update.client: update.error for update in clients if update.error is not None}
-        needed, there = self.policy.needed(len(visited)), len(visited) - len(failed)
-        if there < needed and not (needed == 1 and idle):
+        needed, arrived = self.policy.needed(len(visited)), len(visited) - len(failed)
+        if arrived < needed and not (needed == 1 and idle):
             raise TooFewClientsError(
-                f"Round {server.round + 1}: {there} of {len(visited)} clients contributed, and failures.min_clients="
+                f"Round {server.round + 1}: {arrived} of {len(visited)} clients contributed, and failures.min_clients="
                 f"{self.policy.min_clients} asks for {needed}; {str(next(iter(failed.values()))).rstrip('.')}"
                 + (f" ({len(failed) - 1} more failed)" if len(failed) > 1 else "")
                 + ". The state of the rounds before is intact, and resume goes on from there."

@@ -298,10 +298,10 @@ class Connections:
                 f"site '{owner}', by its key, says that it is '{name}': start it with --name {owner}, or with the key of "
                 f"'{name}'"
             )
-        others = {self.names[of] for client, of in self.where.items() if client in clients and of in self.names}
+        others = {self.names[peer] for client, peer in self.where.items() if client in clients and peer in self.names}
         if others - {name}:
             return f"site '{name}' has a client that site '{min(others - {name})}' has already"
-        same = any(of != node and other_name == name for of, other_name in self.names.items())
+        same = any(peer != node and other_name == name for peer, other_name in self.names.items())
         if same and set(clients) != set(self.clients[name]):
             return f"another site is here under the name '{name}', with other clients: give each site a name of its own"
         return None
@@ -336,7 +336,7 @@ class Connections:
 
     def _enter(self, node: str, name: str) -> None:
         """Let a site in. One that has started anew may be connected by its old node for a while: that one is let go."""
-        for old in [of for of, other_name in self.names.items() if other_name == name and of != node]:
+        for old in [peer for peer, other_name in self.names.items() if other_name == name and peer != node]:
             del self.names[old]
             self._greeted.pop(old, None)
             self._replaced[old] = name

@@ -364,12 +364,12 @@ class SitesEngine(Engine):
 
     def _request(self, entry: Entry) -> dict[str, Any]:
         versions = self.versions
-        of = entry.task.client
+        client = entry.task.client
         return {
             "task": entry.task,
             "number": entry.number,
-            "version": "" if of is None else versions.version(of),
-            "keep": None if of is None else versions.needed(of),
+            "version": "" if client is None else versions.version(client),
+            "keep": None if client is None else versions.needed(client),
         }
 
     def _collect(self) -> None:

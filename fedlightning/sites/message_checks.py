@@ -322,9 +322,11 @@ def fault(task: Task[Any], answer: Any) -> str | None:
     if isinstance(task, ScoreModel | ScoreClient):
         if not isinstance(answer, list) or not all(isinstance(row, Row) for row in answer):
             return f"its site answers with a {type(answer).__name__}, not with scores"
-        of = {task.client} if isinstance(task, ScoreClient) else set(task.clients)
+        clients = {task.client} if isinstance(task, ScoreClient) else set(task.clients)
         asked = (task.scored.round, task.scored.stage, task.scored.model, task.scored.checkpoint)
-        if any(row.client not in of or (row.round, row.stage, row.model, row.checkpoint) != asked for row in answer):
+        if any(
+            row.client not in clients or (row.round, row.stage, row.model, row.checkpoint) != asked for row in answer
+        ):
             return NOT_ASKED
         return _fault_of_places(task.evaluate, [(row.client, row.data, row.split, row.metric) for row in answer])
     if isinstance(task, StepTrial | PreflightTask):

@@ -431,8 +431,8 @@ class Site:
         with noting() as errors:
             answer, after = task.run(session.runner, record)
         self.log.ended(task, answer)
-        of = [callback for callback in session.runner.callbacks if callback.key == getattr(task, "callback", "")]
-        ours = all(type(callback).__module__.startswith("fedlightning.") for callback in of)
+        callbacks = [callback for callback in session.runner.callbacks if callback.key == getattr(task, "callback", "")]
+        ours = all(type(callback).__module__.startswith("fedlightning.") for callback in callbacks)
         answer = self.texts.of_answer(task, answer, errors, ours)
         seconds = self._clock() - begun
         reply: dict[str, Any] = {

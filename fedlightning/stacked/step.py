@@ -464,13 +464,13 @@ def gradients(losses: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | Non
 @torch.no_grad()
 def clip(grads: Iterable[Tensor | None], value: float, algorithm: str) -> None:
     """Clip every client's gradient in place, as Lightning does for one."""
-    there = [gradient for gradient in grads if gradient is not None]
+    gradients = [gradient for gradient in grads if gradient is not None]
     if algorithm == "value":
-        for gradient in there:
+        for gradient in gradients:
             gradient.clamp_(-value, value)
         return
-    if there:
-        norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in there])
+    if gradients:
+        norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
         factor = (value / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
-        for gradient in there:
+        for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1)))

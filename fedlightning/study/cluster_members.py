@@ -42,7 +42,8 @@ def clusters(study: StudyData) -> Table:
             [
                 agreement(places_of_seed, planted_groups(study.finished[method, s].run))
                 for s, places_of_seed in places_by_seed.items()
-            ]
+            ],
+            "agreement",
         )
         lines.append(line | agreed.columns("agreement") | {"n_seeds": len(places_by_seed), "seeds": len(study.seeds)})
     return lines
@@ -60,9 +61,9 @@ def memberships(study: StudyData) -> Table:
         places_by_seed = by_seed(study, method)
         seed, places = next(iter(places_by_seed.items()), (0, Places()))
         groups = planted_groups(study.finished[method, seed].run) if places_by_seed else {}
-        for client, of in places.items():
-            rounds = sorted(of)
-            (first, _), (last, share) = of[rounds[0]], of[rounds[-1]]
+        for client, track in places.items():
+            rounds = sorted(track)
+            (first, _), (last, share) = track[rounds[0]], track[rounds[-1]]
             changes = [
                 float(len(_changes(places_of_seed[client])))
                 for places_of_seed in places_by_seed.values()
@@ -90,9 +91,9 @@ def places(rows: Iterable[Membership]) -> Places:
     """
     places_by_client: Places = {}
     for row in rows:
-        of = places_by_client.setdefault(row.client, {})
-        if row.round not in of or row.share > of[row.round][1]:
-            of[row.round] = row.cluster, row.share
+        track = places_by_client.setdefault(row.client, {})
+        if row.round not in track or row.share > track[row.round][1]:
+            track[row.round] = row.cluster, row.share
     return {client: places_by_client[client] for client in sorted(places_by_client, key=natural)}
 
 

@@ -115,7 +115,7 @@ class Comparison:
         study = self.study
         rows = study.clients()
         scores = {name: {r["client"]: r["score"] for r in rows if r["method"] == name} for name in study.data.methods}
-        scores = {name: of for name, of in scores.items() if any(value is not None for value in of.values())}
+        scores = {name: row for name, row in scores.items() if any(value is not None for value in row.values())}
         means = {row["method"]: row["mean"] for row in study.overview()}
         columns = min(4, len(scores))
         lines = -(-len(scores) // columns)
@@ -125,19 +125,21 @@ class Comparison:
         first = next(iter(scores))
         for axis in axes.flat[len(scores) :]:
             axis.axis("off")
-        for (name, of), axis in zip(scores.items(), axes.flat, strict=False):
-            places = range(len(of))
+        for (name, row), axis in zip(scores.items(), axes.flat, strict=False):
+            places = range(len(row))
             axis.bar(
-                places, [math.nan if v is None else v for v in of.values()], color=_GREY if name == first else _BLUE
+                places,
+                [math.nan if v is None else v for v in row.values()],
+                color=_GREY if name == first else _BLUE,
             )
             if name != first:
-                reference = [math.nan if (v := scores[first].get(client)) is None else v for client in of]
+                reference = [math.nan if (v := scores[first].get(client)) is None else v for client in row]
                 axis.scatter(places, reference, marker="_", s=90, color=_RED, label=first, zorder=3)
                 axis.legend(loc="lower right", fontsize=7)
             axis.set_title(f"{name}: {_number(means[name], 3)}", fontsize=10)
-            axis.set_xticks(places, list(of), fontsize=7)
+            axis.set_xticks(places, list(row), fontsize=7)
             axis.grid(axis="y", alpha=0.3)
-        highest = max((v for of in scores.values() for v in of.values() if v is not None), default=1.0)
+        highest = max((v for row in scores.values() for v in row.values() if v is not None), default=1.0)
         if highest <= 1:
             axes.flat[0].set_ylim(0, 1.02)
         figure.supxlabel("client")

@@ -16,6 +16,7 @@ from fedlightning.scores.metric_names import bare
 from fedlightning.scores.rows import Row, read_rows
 from fedlightning.storage.files import UnreadableError, read_json
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL, UNSEEN
+from fedlightning.study.units import target_of
 
 STUDY_FILE, SUMMARY_FILE = "study.json", "summary.json"
 DEPLOYED = "deployed"
@@ -120,9 +121,9 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def load_run(path: str | Path, name: str | None = None, error: str | None = None, baseline: bool = False) -> Run:
-    """Read the folder of a run."""
+    """Read the folder of a run. Errors of a regression are in the units of its target."""
     folder = Path(path)
-    summary_file, config_file = folder / SUMMARY_FILE, folder / "config.yaml"
+    summary_file = folder / SUMMARY_FILE
     if not summary_file.exists() and error is None:
         raise FileNotFoundError(
             f"{folder} has no summary.json, so it is not a finished run. Give a run's folder, as in "
@@ -132,17 +133,26 @@ def load_run(path: str | Path, name: str | None = None, error: str | None = None
     fault = _fault_of_summary(summary)
     if fault is not None:
         raise UnreadableError(f"{summary_file} is not a summary of a run: {fault}.")
-    config = _named_values(config_file, _read_yaml) if config_file.exists() else {}
+    config = read_config(folder)
+    target = target_of(config)
+    if "results" in summary:
+        summary["results"] = target.results(summary["results"])
     return Run(
         name=name or folder.resolve().parent.name,
         seed=int(summary.get("seed", 0)),
         path=folder,
         summary=summary,
-        rows=read_rows(folder / "metrics.csv"),
-        config=config or {},
+        rows=target.rows(read_rows(folder / "metrics.csv")),
+        config=config,
         error=error,
         baseline=baseline,
     )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what is in the `config.yaml` of a run; nothing where there is none."""
+    file = folder / "config.yaml"
+    return _named_values(file, _read_yaml) if file.exists() else {}
 
 
 def load_study(paths: Iterable[str | Path]) -> list[Run]:

@@ -112,10 +112,10 @@ def _absent_runs(study: StudyData) -> Iterator[Problem]:
             )
             yield Problem("duplicate", name, seed, text)
     for name in study.methods:
-        there = {run.seed for run in study.runs if run.name == name}
-        missing = [seed for seed in study.seeds if seed not in there]
+        seeds = {run.seed for run in study.runs if run.name == name}
+        missing = [seed for seed in study.seeds if seed not in seeds]
         for seed in missing:
-            others = ", ".join(str(s) for s in sorted(there))
+            others = ", ".join(str(s) for s in sorted(seeds))
             text = f"{name} has no run with seed {seed}: its numbers are of seed {others}, and pairs with others are fewer."
             yield Problem("missing_seed", name, seed, text)
 

@@ -239,6 +239,8 @@ def bounds(metric: str | None, values: Sequence[float]) -> tuple[float, float]:
     name = bare(metric or "")
     if name in SHARES:
         return 0.0, 1.0 if max(values) <= 1 else 100.0
+    if name == "agreement":  # an adjusted Rand index
+        return -0.5, 1.0
     return (0.0 if name in ERRORS else -math.inf), math.inf
 
 

@@ -107,7 +107,7 @@ def balances(entries: Sequence[Entry], clients: Iterable[str]) -> dict[str, list
     change = {client: np.zeros(rounds + 1) for client in [*clients, *(entry.client for entry in entries)]}
     for entry in entries:
         change[entry.client][entry.round] += entry.refunded + entry.rewarded - entry.paid
-    return {client: np.cumsum(of).tolist() for client, of in change.items()}
+    return {client: np.cumsum(changes).tolist() for client, changes in change.items()}
 
 
 def missing(entries: Iterable[Entry]) -> float:

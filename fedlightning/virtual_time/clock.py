@@ -125,10 +125,10 @@ class RoundTimes(RoundClock):
 
     def _until_computed(self, message: Message, work: int | None) -> float:
         client, visit = message.client, message.visit
-        there = self.clock.download(client, visit, message.num_bytes)
+        download_time = self.clock.download(client, visit, message.num_bytes)
         clients = self.server.clients if client == POOLED else [client]
         samples = 0.0 if work == 0 else sum(self.planned(name, work, message.round) for name in clients)
-        return there + self.clock.compute(client, visit, samples)
+        return download_time + self.clock.compute(client, visit, samples)
 
     def _in_time(self, message: Message) -> int | None:
         """Return the most work of a client that is in time, at least 1 (`None`: all of it)."""
@@ -256,8 +256,8 @@ class VirtualClock(Described, Clock):
             bytes_down: Bytes of the message.
             bytes_up: Bytes of the update.
         """
-        there = self.download(client, visit, bytes_down) + self.compute(client, visit, samples)
-        return there + self.upload(client, visit, bytes_up)
+        seconds = self.download(client, visit, bytes_down) + self.compute(client, visit, samples)
+        return seconds + self.upload(client, visit, bytes_up)
 
     def available(self, client: str, time: float) -> bool:
         """Return whether a client can start a visit at a time."""

@@ -263,6 +263,8 @@ def test_a_sampler_is_made_for_each_client(theirs):
     assert [len(x) for x, _ in data.client_dataloader("0", "train")] == [50, 14]
     with pytest.raises(ValueError, match="sampler made for client '0' is a int"):
         ready(wrapped, IIDPartitioner(2), sampler=len).client_dataloader("0", "train")
+    with pytest.raises(ValueError, match=r"client '0' cannot be made: .* no attribute 'starts'\. It is given a view"):
+        ready(wrapped, IIDPartitioner(2), sampler=lambda data: data.starts).client_dataloader("0", "train")
 
 
 def test_unlabelled_data_are_cut_at_random_and_it_is_said():

@@ -256,6 +256,9 @@ def test_names_that_differ_in_spelling_alone_are_asked_about(tmp_path):
     with pytest.warns(UserWarning, match="'ill': 'No' and 'no' differ in spelling alone"):
         ready(write(tmp_path, cases))
     people = patients(lambda row: [f"{row[0] // 2}{'.0' * (row[0] % 2)}", *row[1:]])
+    sites = patients(lambda row: [*row[:2], row[2].upper() if row[4] == "Oslo" else row[2], *row[3:]])
+    with pytest.warns(UserWarning, match="column 'sex': 'F' and 'f' differ in spelling alone"):
+        ready(write(tmp_path, sites))
     with pytest.warns(UserWarning, match="column 'id': '0' and '0.0' differ in spelling alone"):
         ready(write(tmp_path, people), group="id", drop=["days"])
 

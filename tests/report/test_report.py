@@ -345,8 +345,8 @@ def test_layers_of_the_last_round_and_where_they_part(tmp_path):
     add_layers(folder / "runs/run_0/seed_0")
     section = layer_quantities.layers(context)
     gallery, transitions, correlations = section.parts
-    shown = {row["layer"]: row["mean"] for row in gallery.table.rows if row["quantity"].startswith("hessian")}
-    assert shown == {f"net.{layer}": 5.0 * 2**layer * 3 for layer in (1, 2, 3)}
+    shown = {row["layer"]: row["hessian_trace_per_parameter"] for row in gallery.table.rows}
+    assert shown == {f"{layer}": 5.0 * 2**layer * 3 for layer in (1, 2, 3)}
     assert {row["round"] for row in transitions.rows} == {3}
     assert [row["rho"] for row in correlations.rows] == [1.0]
 

@@ -16,6 +16,7 @@ from fedlightning.resume.manifest import whole
 from fedlightning.scores.metric_names import DEFAULTS, bare
 from fedlightning.storage.files import read_json
 from fedlightning.study.finished_runs import natural
+from fedlightning.study.units import Target, target_of
 
 COLUMNS = ("round", "stage", "model", "checkpoint", "data", "split", "client", "metric", "value", "num_samples")
 SHOWN_CLIENTS, SHOWN_FAILURES = 500, 50
@@ -32,10 +33,11 @@ class ScoreCurves:
 
     Args:
         path: The file; it need not be there yet.
+        target: Returns what a regression predicts, in whose units its errors are shown.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, target: Callable[[], Target] = Target) -> None:
+        self.path, self.target = path, target
         self._forget()
 
     def _forget(self) -> None:
@@ -60,17 +62,19 @@ class ScoreCurves:
         data = data[: data.rfind(b"\n") + 1]  # the last line may be half written
         self.place += len(data)
         self._before = (self._before + data)[-REMEMBERED:]
+        target = self.target()
         with suppress(csv.Error):  # damaged
             for line in csv.reader(data.decode(errors="replace").splitlines()):
                 if len(line) == len(COLUMNS) and line[0].isascii() and line[0].isdigit() and len(line[0]) < 10:
-                    self._take(dict(zip(COLUMNS, line, strict=True)))
+                    self._take(dict(zip(COLUMNS, line, strict=True)), target)
 
-    def _take(self, row: dict[str, str]) -> None:
+    def _take(self, row: dict[str, str], target: Target) -> None:
         number, value, metric, stage = int(row["round"]), _number(row["value"]), row["metric"], row["stage"]
         self.round = max(self.round, number)
         of_training = (row["checkpoint"], row["data"]) == ("latest", "local") and row["model"] != "unseen"
         if not of_training or row["split"] == "test" or value is None:
             return
+        value *= target.factor(metric)
         before = self.curves.setdefault(metric, {}).setdefault(stage, {})
         mean = before.setdefault(number, [0.0, 0, math.inf, -math.inf])
         mean[:] = [mean[0] + value, mean[1] + 1, min(mean[2], value), max(mean[3], value)]
@@ -117,7 +121,7 @@ class RunFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.scores = ScoreCurves(folder / "metrics.csv")
+        self.scores = ScoreCurves(folder / "metrics.csv", lambda: target_of(self._config()))
         self._cache: dict[Path, tuple[float, Any]] = {}
 
     def state(self) -> dict[str, Any]:
@@ -176,9 +180,12 @@ class RunFiles:
         ]
         return [name for name in names if name and not name.endswith(("Checkpoint", "Stopping"))]
 
-    def _trainer(self) -> dict[str, Any]:
+    def _config(self) -> dict[str, Any]:
         config = self._once(self.folder / "config.yaml", lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))
-        trainer = config.get("trainer") if isinstance(config, dict) else None
+        return config if isinstance(config, dict) else {}
+
+    def _trainer(self) -> dict[str, Any]:
+        trainer = self._config().get("trainer")
         return trainer if isinstance(trainer, dict) else {}
 
     def _saved(self) -> tuple[dict[str, Any], list[Any], list[Any], dict[str, Any]]:

@@ -25,10 +25,12 @@ Scores = Mapping[str, float | None]
 def client_map(values: Mapping[str, Scores], gains: bool) -> Figure:
     """Draw a row for each client and a column for each method, in the colour of its score; hatched where there is none.
 
-    Gains have two colours that meet at 0. Small maps show the numbers.
+    Gains have two colours that meet at 0. Small maps show the numbers. Where all values are one, the bar names no other.
     """
-    clients = list(dict.fromkeys(client for of in values.values() for client in of))
-    table = np.array([[_or(of.get(client), math.nan) for of in values.values()] for client in clients], dtype=float)
+    clients = list(dict.fromkeys(client for scores in values.values() for client in scores))
+    table = np.array(
+        [[_or(scores.get(client), math.nan) for scores in values.values()] for client in clients], dtype=float
+    )
     ends = float(np.nanmin(table)), float(np.nanmax(table))
     most = max(map(abs, ends)) or 1.0
     limits = (-most, most) if gains else ends if ends[0] < ends[1] else (ends[0] - 0.5, ends[1] + 0.5)
@@ -53,7 +55,7 @@ def client_map(values: Mapping[str, Scores], gains: bool) -> Figure:
             text = "?" if math.isnan(value) else f"{value:+z.3f}".replace("-", "\u2212") if gains else f"{value:.3f}"
             colour = BAD if math.isnan(value) else ON_DARK if dark else ON_BRIGHT
             axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=8.5)
-    bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=30)
+    bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=30, ticks=[ends[0]] if ends[0] == ends[1] else None)
     bar.outline.set_visible(False)
     return figure
 
@@ -80,8 +82,8 @@ def strips(values: Mapping[str, Scores], styles: Mapping[str, Style], xlabel: st
     if zero:
         axes.axvline(0, color=INK, linewidth=1)
     names = short_names(values)
-    for place, (method, of) in enumerate(values.items()):
-        x = np.array([value for value in of.values() if is_number(value)], dtype=float)
+    for place, (method, scores) in enumerate(values.items()):
+        x = np.array([value for value in scores.values() if is_number(value)], dtype=float)
         if not len(x):
             no_value(axes, place)
             continue

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fedlightning.report.cells import is_number
-from fedlightning.report.drawing import count_along_x, legend_below, panel
+from fedlightning.report.drawing import count_along_x, label_logarithms, legend_below, panel, upright
 from fedlightning.report.styles import Style, short_names
 
 Point = tuple[float, float | None, Sequence[float] | None]
@@ -24,6 +24,7 @@ def curves(
     limits: tuple[float, float] | None = None,
     log: bool = False,
     runs: Mapping[str, Sequence[Sequence[tuple[float, float | None]]]] | None = None,
+    ticks: Mapping[int, str] | None = None,
 ) -> Figure:
     """Draw a line for each method with a band for its interval. A value that is not defined breaks the line.
 
@@ -37,6 +38,7 @@ def curves(
         log: Whether the y axis is logarithmic.
         runs: Method -> points of each run, drawn as thin lines in place of bands: few runs have intervals that reach
             far beyond any value.
+        ticks: Names of places below, as far as there is room.
     """
     figure, axes = panel()
     names = short_names(lines, 20)
@@ -57,12 +59,13 @@ def curves(
             x, y, color=style.colour, linestyle=style.line, marker=style.marker, markevery=every, markersize=4.5,
             label=names[method],
         )  # fmt: skip
-    if whole:
+    if ticks and not upright(list(ticks.values()), 42):
+        axes.set_xticks(list(ticks), list(ticks.values()))
+    elif whole:
         count_along_x(axes)
     if log:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("")
+        label_logarithms(axes.yaxis)
     if limits is not None:
         axes.set_ylim(*limits)
     axes.set_xlabel(xlabel)

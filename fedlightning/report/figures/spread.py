@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedlightning.report.cells import is_number
-from fedlightning.report.drawing import legend_below, panel
+from fedlightning.report.drawing import label_logarithms, legend_below, panel
 from fedlightning.report.styles import INK, Style, short_names
 
 NEAR = 0.015
@@ -36,8 +36,7 @@ def against(
         )  # fmt: skip
     if log and place_by_method and all(x > 0 for x, _ in place_by_method.values()):
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter(_only_of_short_axes)
+        label_logarithms(axes.xaxis)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.margins(0.1)
@@ -49,8 +48,3 @@ def against(
     axes.set_ylabel(ylabel)
     legend_below(figure, axes)
     return figure
-
-
-def _only_of_short_axes(value: float, place: float = 0) -> str:
-    """Label minor ticks at 2 and 5 times a power of ten only, which are few enough for any axis."""
-    return f"{value:g}" if f"{value:e}"[0] in "25" else ""

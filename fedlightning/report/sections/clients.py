@@ -25,10 +25,10 @@ def clients(context: Context) -> Section | None:
     if not methods:
         return None
     siloed = context.siloed
-    gains = {} if siloed is None else {m: of for m, of in context.by_client("gain").items() if m != siloed}
-    names = list(dict.fromkeys(client for of in scores.values() for client in of))
+    gains = {} if siloed is None else {m: column for m, column in context.by_client("gain").items() if m != siloed}
+    names = list(dict.fromkeys(client for column in scores.values() for client in column))
     shown, what = (gains, context.over(str(siloed))) if gains else (scores, f"test {context.metric}")
-    means = [(method, float(np.mean([v for v in of.values() if is_number(v)]))) for method, of in shown.items()]
+    means = [(method, float(np.mean([v for v in column.values() if is_number(v)]))) for method, column in shown.items()]
     picture = context.picture(
         "clients",
         f"{what[:1].upper()}{what[1:]} of each client",
@@ -82,7 +82,9 @@ def by_client_table(
     """
     sites = {c: site for run in context.study.data.runs for c, site in site_of(run.summary.get("sites", {})).items()}
     rows = [
-        {"client": c} | ({"site": sites.get(c, c)} if sites else {}) | {f"@{m}": of.get(c) for m, of in values.items()}
+        {"client": c}
+        | ({"site": sites.get(c, c)} if sites else {})
+        | {f"@{m}": column.get(c) for m, column in values.items()}
         for c in clients
     ]
     ranked = [row["method"] for row in context.overview if row["method"] in values and is_ranked(row)]
@@ -97,14 +99,14 @@ def by_client_table(
 def _gains(context: Context, clients: Sequence[str]) -> Gallery | None:
     """Show each client's gain over its own siloed model, if there is one."""
     siloed = context.siloed
-    gains = {method: of for method, of in context.by_client("gain").items() if method != siloed}
+    gains = {method: column for method, column in context.by_client("gain").items() if method != siloed}
     if siloed is None or not gains:
         return None
     picture = context.picture(
         "clients-gain",
         f"Gain of each client over {siloed}",
         "Marks: what each client gains over its score alone; medians: "
-        + summary([(m, _median(of)) for m, of in gains.items()]),
+        + summary([(m, _median(column)) for m, column in gains.items()]),
         lambda: strips(gains, context.styles, f"{context.over(siloed)}, one mark per client", zero=True),
     )
     caption = f"{context.over(siloed)[:1].upper()}{context.over(siloed)[1:]}, by client, mean over seeds"

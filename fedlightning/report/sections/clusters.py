@@ -33,10 +33,10 @@ def membership_map(places: Places, groups: Mapping[str, str] | None = None) -> F
     The smaller its share, the paler the colour; grey where the client had no cluster yet. Clients stand by their planted
     groups, with lines between these, then by their last clusters.
     """
-    names = sorted({cluster for of in places.values() for cluster, _ in of.values()}, key=natural)
+    names = sorted({cluster for track in places.values() for cluster, _ in track.values()}, key=natural)
     colours = {name: np.array(to_rgb(colour_of(index, len(names)))) for index, name in enumerate(names)}
     clients = _in_order(places, groups or {}, names)
-    rounds = max(max(of) for of in places.values())
+    rounds = max(max(track) for track in places.values())
     image = np.tile(np.array(to_rgb(UNKNOWN)), (len(clients), rounds, 1))
     for row, client in enumerate(clients):
         for time, (cluster, share) in places[client].items():
@@ -53,8 +53,8 @@ def membership_map(places: Places, groups: Mapping[str, str] | None = None) -> F
         axes.set_yticks(range(len(clients)), [short[client] for client in clients])
         axes.hlines(np.arange(1, len(clients)) - 0.5, 0.5, rounds + 0.5, color="white", linewidth=1)
         axes.set_ylabel("client")
-    of = [(groups or {}).get(client) for client in clients]
-    borders = [row - 0.5 for row in range(1, len(clients)) if of[row] != of[row - 1]]
+    group_names = [(groups or {}).get(client) for client in clients]
+    borders = [row - 0.5 for row in range(1, len(clients)) if group_names[row] != group_names[row - 1]]
     axes.hlines(borders, 0.5, rounds + 0.5, color=INK, linewidth=1.8)
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
@@ -71,7 +71,7 @@ def membership_map(places: Places, groups: Mapping[str, str] | None = None) -> F
 
 def _in_order(places: Places, groups: Mapping[str, str], clusters: Sequence[str]) -> list[str]:
     """Return the clients by planted group, last cluster and name; those without a group come last."""
-    last = {client: clusters.index(of[max(of)][0]) for client, of in places.items()}
+    last = {client: clusters.index(track[max(track)][0]) for client, track in places.items()}
     group = {client: (client not in groups, natural(groups.get(client, ""))) for client in places}
     return sorted(places, key=lambda client: (group[client], last[client], natural(client)))
 
@@ -85,7 +85,7 @@ def clusters(context: Context) -> Section | None:
         METHOD,
         counted("clusters", "at the end", rows, group="clusters with a client", help="after the last round"),
         counted("most", "at most", rows, group="clusters with a client", help="the most after any round"),
-        Column("changes", "a client", decimals=2, group="changes", help="how often it is in another cluster than before"),
+        Column("changes", "per client", decimals=2, group="changes", help="how often it is in another cluster than before"),
         Column("changed", "of clients", "percent", group="changes", help="clients that ever change"),
         counted("last_change", "last in round", rows, group="changes", help="0: none ever changes"),
         Column("share", "share", decimals=2, help="how much of a client belongs to its cluster, at the end"),

@@ -32,8 +32,8 @@ def calibration_curves(curves: Curves, styles: Mapping[str, Style]) -> Figure:
 
     def draw(axes: Axes, methods: Mapping[str, Any], names: Mapping[str, str]) -> None:
         axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=(0, (1.2, 1.2)), label="perfect")
-        for method, of in methods.items():
-            x, y = zip(*of["calibration"], strict=True)
+        for method, curve in methods.items():
+            x, y = zip(*curve["calibration"], strict=True)
             _plot(axes, styles[method], x, y, names[method], marker=styles[method].marker)
         axes.set_xlim(-0.03, 1.03)
         axes.set_ylim(-0.03, 1.03)
@@ -48,10 +48,10 @@ def decision_curves(curves: Curves, styles: Mapping[str, Style]) -> Figure:
         shared = np.array(next(iter(methods.values()))["benefit"])
         axes.plot(shared[:, 0], shared[:, 2], color=MUTED, linewidth=1.1, label="treat all")
         axes.axhline(0, color=MUTED, linewidth=1.1, linestyle=(0, (5, 1.5)), label="treat none")
-        for method, of in methods.items():
-            values = np.array(of["benefit"])
+        for method, curve in methods.items():
+            values = np.array(curve["benefit"])
             _plot(axes, styles[method], values[:, 0], values[:, 1], names[method])
-        top = max(float(np.array(of["benefit"])[:, 1].max()) for of in methods.values())
+        top = max(float(np.array(curve["benefit"])[:, 1].max()) for curve in methods.values())
         axes.set_xlim(0, 1)
         axes.set_ylim(-0.25 * max(top, 0.05), 1.1 * max(top, 0.05))  # what treating all loses has no lower end
 
@@ -121,12 +121,14 @@ def _participants(context: Context, rows: Sequence[Row]) -> Table:
             for split in ("train", "val", "test")
             if (site, split) in rows_by_place
         }
-        lines.append(line | {f"class {of}": observed.get((site, of)) for of in tables.classes_of(context.study.data)})
+        lines.append(
+            line | {f"class {label}": observed.get((site, label)) for label in tables.classes_of(context.study.data)}
+        )
     columns = [Column("site", "site", "text")]
     columns += [Column(split, split, "count", group="samples") for split in ("train", "val", "test")]
     columns += [
-        Column(f"class {of}", f"class {of}", group="share of test samples", decimals=2)
-        for of in tables.classes_of(context.study.data)
+        Column(f"class {label}", f"class {label}", group="share of test samples", decimals=2)
+        for label in tables.classes_of(context.study.data)
     ]
     return context.table("external-participants", "Participants: samples of each site", columns, lines, seeds=False)
 
@@ -230,11 +232,11 @@ def _calibration(context: Context) -> list[Any]:
 
 def _usefulness(context: Context) -> list[Any]:
     rows = []
-    for of in tables.classes_of(context.study.data)[:MOST_CLASSES]:
-        for site, methods in tables.curves_of(context.study.data, of).items():
+    for label in tables.classes_of(context.study.data)[:MOST_CLASSES]:
+        for site, methods in tables.curves_of(context.study.data, label).items():
             for method, curve in methods.items():
                 benefits = {t: (gain, everybody) for t, gain, everybody in curve["benefit"]}
-                line = {"method": method, "site": site, "class": of}
+                line = {"method": method, "site": site, "class": label}
                 line |= {f"{t:g}": benefits[t][0] for t in AT} | {f"all {t:g}": benefits[t][1] for t in AT}
                 rows.append(line)
     if not rows:
@@ -257,11 +259,11 @@ def _usefulness(context: Context) -> list[Any]:
 def _pictures(context: Context, name: str, title: str, alt: str, draw: Any, table: Table) -> Gallery | Table:
     classes = tables.classes_of(context.study.data)
     pictures = []
-    for of in classes if len(classes) <= MOST_CLASSES else ():
-        curves = tables.curves_of(context.study.data, of)
-        what = "" if len(classes) == 1 else f", class {of}"
+    for label in classes if len(classes) <= MOST_CLASSES else ():
+        curves = tables.curves_of(context.study.data, label)
+        what = "" if len(classes) == 1 else f", class {label}"
         pictures.append(
-            context.picture(f"external-{name}-{of}", title + what, alt, partial(draw, curves, context.styles))
+            context.picture(f"external-{name}-{label}", title + what, alt, partial(draw, curves, context.styles))
         )
     return context.gallery(pictures, table) or table
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from fedlightning.report.cells import Column, is_number, summary
+from fedlightning.report.cells import Column, counted, is_number, summary
 from fedlightning.report.context import METHOD, Context, Row
 from fedlightning.report.figures.client_maps import strips
 from fedlightning.report.figures.spread import against
@@ -18,8 +18,10 @@ from fedlightning.report.sections.scores import incentives_in_words
 def fairness(context: Context) -> Section | None:
     """Show spread over clients, worst clients, participation rate, opt-outs, and counts above thresholds."""
     rows = context.sort_rows(context.study.fairness())
-    by_method = {method: of for method, of in context.by_client("score").items() if method not in context.diverged}
-    scores = {method: _keep_numbers(of.values()) for method, of in by_method.items()}
+    by_method = {
+        method: column for method, column in context.by_client("score").items() if method not in context.diverged
+    }
+    scores = {method: _keep_numbers(column.values()) for method, column in by_method.items()}
     appeal = _appeal(context)
     points = {row["method"]: (row.get("mean"), row.get("worst")) for row in context.overview}
     pictures = [
@@ -70,9 +72,7 @@ def _columns(context: Context, rows: Sequence[Row]) -> list[Column]:
         Column("ipr", "IPR", "percent", better="high", help="incentivised participation rate"),
         Column("pma", "PMA mean", "difference", help="personal model appeal"),
         Column("opt_outs", "opt out", "percent", better="low"),
-        Column(
-            "gma", "GMA", "amount", better="high", help="clients whom the global model serves better than their own"
-        ),
+        counted("gma", "GMA", rows, better="high", help="clients whom the global model serves better than their own"),
         *_thresholds(rows),
     ]
 
@@ -82,7 +82,7 @@ def _appeal(context: Context) -> Gallery | None:
     by_client: dict[str, dict[str, float | None]] = {}
     for row in context.sort_rows(context.study.appeal()):
         by_client.setdefault(row["method"], {})[row["client"]] = row["pma"]
-    appeals = {method: values for method, of in by_client.items() if (values := _keep_numbers(of.values()))}
+    appeals = {method: values for method, column in by_client.items() if (values := _keep_numbers(column.values()))}
     if not appeals:
         return None
     clients = list(dict.fromkeys(client for method in appeals for client in by_client[method]))
@@ -104,7 +104,7 @@ def _thresholds(rows: Sequence[Row]) -> list[Column]:
     """Return the columns of FLIU's rho: clients strictly above, and strictly below, each threshold."""
     keys = [key for key in (rows[0] if rows else {}) if key.startswith(("above_", "below_"))]
     return [
-        Column(key, f"{sign} {level}", "amount", group=f"clients {side} (ρε)")
+        counted(key, f"{sign}\u00a0{level}", rows, group=f"clients {side} (ρε)")
         for side, sign in (("above", ">"), ("below", "<"))
         for level in (key.removeprefix(f"{side}_") for key in keys if key.startswith(side))
         for key in (f"{side}_{level}",)
@@ -112,7 +112,7 @@ def _thresholds(rows: Sequence[Row]) -> list[Column]:
 
 
 def _medians(values: Mapping[str, Sequence[float]]) -> str:
-    return summary([(method, float(np.median(of))) for method, of in values.items()])
+    return summary([(method, float(np.median(numbers))) for method, numbers in values.items()])
 
 
 def _keep_numbers(values: Iterable[float | None]) -> list[float]:

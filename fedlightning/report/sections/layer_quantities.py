@@ -25,6 +25,7 @@ def layers(context: Context) -> Section | None:
     if not any(path is not None and (path / "layers.csv").exists() for path in paths.values()):
         return None  # before callbacks are imported, and with them Lightning
     from fedlightning.callbacks.diagnostics.layers import correlation_rows, read_layers, transition_ranges
+    from fedlightning.callbacks.diagnostics.sensitivity_figure import short
 
     order = [row["method"] for row in context.overview]
     tables: dict[tuple[str, int], list[LayerRow]] = {}
@@ -37,6 +38,9 @@ def layers(context: Context) -> Section | None:
         return None
     names = {f"{method}, seed {seed}": rows for (method, seed), rows in tables.items()}
     ranges = _last_round([_named(row) for row in transition_ranges(names)])
+    layers_shared = list(dict.fromkeys(row["layer"] for row in ranges))
+    brief = dict(zip(layers_shared, short(layers_shared), strict=True))
+    ranges = [row | {"layer": brief[row["layer"]]} for row in ranges]
     correlations = correlation_rows(names)
     return context.section(
         "layers",
@@ -49,35 +53,36 @@ def layers(context: Context) -> Section | None:
 
 
 def _over_layers(context: Context, tables: dict[tuple[str, int], list[LayerRow]]) -> Gallery | None:
-    from fedlightning.callbacks.diagnostics.layer_figures import PANELS, layer_numbers
+    from fedlightning.callbacks.diagnostics.layer_figures import layer_numbers
+    from fedlightning.callbacks.diagnostics.sensitivity_figure import short
 
-    lines: list[dict[str, Any]] = []
     methods = list(dict.fromkeys(method for method, _ in tables))
+    rows: list[dict[str, Any]] = []
+    quantities: dict[str, None] = {}
     for method in methods:
         each = [layer_numbers(rows, stage=STAGE) for (name, _), rows in tables.items() if name == method]
-        keys = dict.fromkeys((row["quantity"], row["layer_index"], row["layer"]) for of in each for row in of)
-        for quantity, index, layer in keys:
-            means = [r["mean"] for of in each for r in of if (r["quantity"], r["layer_index"]) == (quantity, index)]
-            mean = float(np.mean(means)) if all(map(is_number, means)) else None
-            lines.append(
-                {
-                    "method": method,
-                    "quantity": quantity,
-                    "layer_index": index,
-                    "layer": layer,
-                    "mean": mean,
-                    "n_seeds": len(means),
-                }
-            )
+        quantities |= dict.fromkeys(row["quantity"] for of in each for row in of)
+        layers = sorted({row["layer_index"]: row["layer"] for of in each for row in of}.items())
+        names = short([layer for _, layer in layers])
+        for (index, _), name in zip(layers, names, strict=True):
+            line: dict[str, Any] = {"method": method, "layer_index": index, "layer": name, "n_seeds": len(each)}
+            for quantity in quantities:
+                means = [r["mean"] for of in each for r in of if (r["quantity"], r["layer_index"]) == (quantity, index)]
+                line[quantity] = float(np.mean(means)) if means and all(map(is_number, means)) else None
+            rows.append(line)
+    ticks = {row["layer_index"]: row["layer"] for row in rows} if len({row["layer"] for row in rows}) < 9 else {}
     pictures = []
-    for quantity in dict.fromkeys(line["quantity"] for line in lines):
-        of = [line for line in lines if line["quantity"] == quantity]
+    for quantity in quantities:
         points: dict[str, list[Point]] = {
-            method: [(line["layer_index"], line["mean"], None) for line in of if line["method"] == method]
+            method: [
+                (row["layer_index"], row[quantity], None)
+                for row in rows
+                if row["method"] == method and row.get(quantity) is not None
+            ]
             for method in methods
         }
-        title = PANELS.get(quantity, quantity).replace("$F_l$", "F")
-        numbers = summary([(f"{line['method']} {line['layer']}", line["mean"]) for line in of])
+        title = _in_words(quantity)
+        numbers = summary([(f"{row['method']} {row['layer']}", row.get(quantity)) for row in rows])
         pictures.append(
             context.picture(
                 f"layers-{quantity.replace('_', '-')}",
@@ -85,19 +90,14 @@ def _over_layers(context: Context, tables: dict[tuple[str, int], list[LayerRow]]
                 f"Lines: {title} over layers: {numbers}.",
                 partial(curves,
                     {method: p for method, p in points.items() if p}, context.styles, "layer", "mean over clients",
-                    whole=True, log=_wide(of),
+                    whole=True, log=_wide([row.get(quantity) for row in rows]), ticks=ticks,
                 ),
             )
         )  # fmt: skip
-    columns = [
-        METHOD,
-        Column("quantity", "quantity", "text"),
-        Column("layer_index", "no.", "count"),
-        Column("layer", "layer", "text"),
-        Column("mean", "mean over clients", "figures"),
-        Column("n_seeds", "seeds", "count"),
-    ]
-    return context.gallery(pictures, context.table("layers", "Diagnostics by layer", columns, lines))
+    columns = [METHOD, Column("layer_index", "no.", "count"), Column("layer", "layer", "text")]
+    columns += [Column(quantity, _in_words(quantity), "figures") for quantity in quantities]
+    columns.append(Column("n_seeds", "seeds", "count"))
+    return context.gallery(pictures, context.table("layers", "Diagnostics by layer, means over clients", columns, rows))
 
 
 def _transitions(context: Context, rows: Sequence[Row]) -> Table | None:
@@ -123,9 +123,15 @@ def _correlations(context: Context, rows: Sequence[Row]) -> Table | None:
         Column("groups", "groups", "count", help="(run, round, client)"),
         Column("runs", "runs", "count"),
     ]
-    shown = [dict(row) | {"ci95": [row["low"], row["high"]]} for row in rows]
+    shown = [dict(row) | {"b": _in_words(row["b"]), "ci95": [row["low"], row["high"]]} for row in rows]
     caption = "Do other diagnostics order the layers as sensitivity does? Mean rank correlation, bootstrap interval"
     return context.table("layer-correlations", caption, columns, shown, seeds=False) if rows else None
+
+
+def _in_words(quantity: str) -> str:
+    from fedlightning.callbacks.diagnostics.layer_figures import PANELS
+
+    return PANELS.get(quantity, quantity.replace("_", " ")).replace("$F_l$", "F")
 
 
 def _named(row: Row) -> dict[str, Any]:
@@ -133,12 +139,12 @@ def _named(row: Row) -> dict[str, Any]:
     return dict(row) | {"method": method, "seed": int(seed)}
 
 
-def _last_round(rows: Sequence[Row]) -> list[Row]:
+def _last_round(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     last = {row["run"]: row["round"] for row in sorted(rows, key=lambda row: row["round"])}
     return [row for row in rows if row["round"] == last[row["run"]]]
 
 
-def _wide(rows: Sequence[Row]) -> bool:
+def _wide(values: Sequence[float | None]) -> bool:
     """Return True if values are positive and span more than a factor of ten."""
-    values = [row["mean"] for row in rows if row["mean"] is not None]
-    return bool(values) and min(values) > 0 and max(values) > 10 * min(values)
+    numbers = [value for value in values if value is not None]
+    return bool(numbers) and min(numbers) > 0 and max(numbers) > 10 * min(numbers)

@@ -42,8 +42,9 @@ def leakage(context: Context) -> Section | None:
     ]  # fmt: skip
     if not rows:
         return None
+    several = len(attacks) > 1
     notes = [
-        f"{method}, seed {seed}: {line}"
+        f"{method}, seed {seed}: {line}" if several else line
         for (method, seed), attack in attacks.items()
         for line in describe_attacks(attack)
     ]

@@ -9,8 +9,9 @@ from fedlightning.report.context import METHOD, SEEDS, Context, Row
 from fedlightning.report.figures.dots import Dot, common_limits, dot_plot
 from fedlightning.report.figures.spread import against
 from fedlightning.report.html import Picture, Section
-from fedlightning.scores.metric_names import bare, higher_is_better, metric_label, units_in_words
+from fedlightning.scores.metric_names import bare, higher_is_better, metric_label
 from fedlightning.study.columns import GLOBAL, LOCAL, POOLED, STAGES
+from fedlightning.study.units import target_of
 
 
 def overview(context: Context) -> Section | None:
@@ -127,11 +128,8 @@ def _not_asked(context: Context) -> list[str]:
 
 def _units(context: Context) -> list[str]:
     """Return the note that says in what units errors of a regression are."""
-    init_args = [((run.config.get("data") or {}).get("init_args") or {}) for run in context.study.data.runs]
-    target = next((args["target"] for args in init_args if isinstance(args.get("target"), str)), None)
-    scale = next((args["target_statistics"] for args in init_args if args.get("target_statistics")), None)
-    units = units_in_words(context.study.data.metric, target, scale)
-    return [] if units is None else [units]
+    targets = [target_of(run.config) for run in context.study.data.runs]
+    return [text for target in targets[:1] if (text := target.in_words(context.study.data.metric))]
 
 
 def _deployed(rows: Sequence[Row]) -> list[str]:
@@ -155,7 +153,7 @@ def _defined(context: Context) -> list[str]:
             counts_by_metric.setdefault(bare(line["metric"]), set()).add((line["clients"], line["clients_of"]))
     return [
         f"{metric_label(name)} is not defined on every client's data: its means are over "
-        f"{' or '.join(f'{some} of {of}' for some, of in sorted(counts))} clients."
+        f"{' or '.join(f'{some} of {total}' for some, total in sorted(counts))} clients."
         for name, counts in counts_by_metric.items()
     ]
 
@@ -284,7 +282,7 @@ def _grouped(
     context: Context, name: str, title: str, groups: Sequence[str], dots: Mapping[str, Sequence[Dot]]
 ) -> Picture:
     """Draw a line a method, with a dot for each group."""
-    lines = [context.line(method, of) for method, of in dots.items()]
+    lines = [context.line(method, method_dots) for method, method_dots in dots.items()]
     words = summary([(f"{line.label} {dot.group}", dot.mean) for line in lines for dot in line.dots])
     return context.picture(
         name,

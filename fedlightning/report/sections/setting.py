@@ -42,12 +42,16 @@ def partition(context: Context) -> Section | None:
     lines = [
         {
             "client": client,
-            "train": int(of.sum()),
+            "train": int(row.sum()),
             "val": sizes.get((client, "val")),
             "test": sizes.get((client, "test")),
         }
-        | ({"tv": float(tv)} | {f"class {name}": int(n) for name, n in zip(names, of, strict=True)} if by_class else {})
-        for client, of, tv in zip(clients, counts, distances, strict=True)
+        | (
+            {"tv": float(tv)} | {f"class {name}": int(n) for name, n in zip(names, row, strict=True)}
+            if by_class
+            else {}
+        )
+        for client, row, tv in zip(clients, counts, distances, strict=True)
     ]
     columns = [Column("client", "client", "text")]
     columns += [Column(split, split, "count", group="samples") for split in ("train", "val", "test")]
@@ -124,7 +128,10 @@ def _facts(context: Context, about: Mapping[str, Any], done: Sequence[Run]) -> l
     varies = f" Set by the seed: {varied}." if varied else ""
     return [
         ("command", str(about.get("command") or "")),
-        ("data", _distinct(f"{of.get('module', '')}, {of.get('partition', '')}" for of in data)),
+        (
+            "data",
+            _distinct(f"{entry.get('module', '')}, {entry.get('partition', '')}" for entry in data),
+        ),
         ("seeds", context.study.data.seed_text + varies),
         ("scored", _distinct(_scored(run.summary.get("evaluation", {})) for run in done)),
         ("time", "; ".join(f"{run.name}, seed {run.seed}: {text}" for run in done if (text := _time(run.summary)))),
@@ -154,10 +161,11 @@ def _stopped(run: Run) -> str:
 
 def _scored(counts: Mapping[str, Any]) -> str:
     """Return how many clients were scored, where that is not all."""
-    count, of = counts.get("clients"), counts.get("of")
+    count, total = counts.get("clients"), counts.get("of")
     if (before := counts.get("in_training")) is not None:
-        return f"{count} of {of} clients on test data, {before['clients']} in training and at stage L2 (evaluation.clients)"
-    return "" if count == of else f"{count} of {of} clients, the same in every round (evaluation.clients)"
+        training = f"{before['clients']} in training and at stage L2"
+        return f"{count} of {total} clients on test data, {training} (evaluation.clients)"
+    return "" if count == total else f"{count} of {total} clients, the same in every round (evaluation.clients)"
 
 
 def _time(summary: Mapping[str, Any]) -> str:

@@ -27,12 +27,12 @@ def balance_lines(balances: Mapping[str, Sequence[float]], style: Style) -> Figu
     names = short_names(balances, 12)
     named = len(balances) <= len(CLASSES)
     labels = _labels(balances, names)
-    for index, (client, of) in enumerate(balances.items()):
+    for index, (client, balance) in enumerate(balances.items()):
         if named and client not in labels:
             continue
         colour = to_hex(colour_of(index, len(balances))) if named else style.colour
         line, width = (LINES[index % 3], 1.5) if named else ("-", 0.9)
-        axes.plot(range(len(of)), of, color=colour, linestyle=line, linewidth=width, alpha=1 if named else 0.5,
+        axes.plot(range(len(balance)), balance, color=colour, linestyle=line, linewidth=width, alpha=1 if named else 0.5,
                   label=labels.get(client))  # fmt: skip
     count_along_x(axes)
     axes.set_xlabel("round")
@@ -50,8 +50,8 @@ def _labels(balances: Mapping[str, Sequence[float]], names: Mapping[str, str]) -
         {'a': 'a, c', 'b': 'b'}
     """
     clients_by_line: dict[tuple[float, ...], list[str]] = {}
-    for client, of in balances.items():
-        clients_by_line.setdefault(tuple(round(float(value), 9) for value in of), []).append(client)
+    for client, balance in balances.items():
+        clients_by_line.setdefault(tuple(round(float(value), 9) for value in balance), []).append(client)
     return {same[0]: ", ".join(names[client] for client in same) for same in clients_by_line.values()}
 
 
@@ -147,7 +147,7 @@ def _totals(context: Context, totals: Sequence[Row]) -> Table:
         SEEDS,
     ]
     notes = [
-        f"{row['method']}: in every round and cluster, paid = refunded + rewarded (to {_tiny(row['missing'])})."
+        f"{row['method']}: in every round and cluster, paid = refunded + rewarded."
         if row["conserved"]
         else f"{row['method']}: tokens were made or lost, up to {row['missing']:.3g} in a round of a cluster."
         for row in totals
@@ -161,8 +161,8 @@ def _totals(context: Context, totals: Sequence[Row]) -> Table:
 def _accounts(context: Context, totals: Sequence[Row], rows: Sequence[Row]) -> Gallery | None:
     pictures: list[Picture] = []
     for total in totals:
-        of = [row for row in rows if row["method"] == total["method"]]
-        pictures += [_balances(context, total, of), *_profits(context, total, of)]
+        method_rows = [row for row in rows if row["method"] == total["method"]]
+        pictures += [_balances(context, total, method_rows), *_profits(context, total, method_rows)]
     columns = [
         *([METHOD] if len(totals) > 1 else []),
         Column("client", "client", "text"),
@@ -195,7 +195,7 @@ def _balances(context: Context, total: Row, rows: Sequence[Row]) -> Picture:
     method = total["method"]
     seed, entries = next(iter(by_seed(context.study.data, method).items()))
     lines = balances(entries, [row["client"] for row in rows])
-    ends = sorted(((of[-1], client) for client, of in lines.items()), reverse=True)
+    ends = sorted(((balance[-1], client) for client, balance in lines.items()), reverse=True)
     (most, winner), (least, loser) = ends[0], ends[-1]
     return context.picture(
         f"balances-{context.slugs[method]}",
@@ -238,7 +238,3 @@ def _sampled(rows: Sequence[Row]) -> list[Column]:
 def _missing(context: Context) -> Missing:
     """Return the function that says why a gain is empty; a client that never trained has no contribution."""
     return lambda row, column: context.missing(row, column) if column.key == "pma" else None
-
-
-def _tiny(value: float) -> str:
-    return "the last digit" if value == 0 else f"{value:.0e}".replace("-", "−")

@@ -1,0 +1,93 @@
+"""Errors of a regression in the units of its target, where a table's data standardise it and the module does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fedlightning.scores.metric_names import bare, metric_label
+from fedlightning.scores.rows import Row
+
+POWERS = {"rmse": 1, "mae": 1, "mse": 2}
+"""Errors -> the power of the target's unit that they are in."""
+LINEAR = ("mean", "weighted_mean", "std", "median", "worst", "tenth_percentile")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a regression predicts.
+
+    Attributes:
+        name: Column of a table; empty where the run does not tell, as of data at sites.
+        deviation: How much of the target's unit is 1 for the module; 1 where nothing is standardised.
+        own_module: Whether the module is one of FedLightning's, which log errors in what they are given. Others may have
+            undone the scale themselves.
+    """
+
+    name: str = ""
+    deviation: float = 1.0
+    own_module: bool = True
+
+    def factor(self, metric: str) -> float:
+        """Return what a logged metric is times, in the target's units."""
+        return self.deviation ** POWERS.get(bare(metric), 0) if self.own_module else 1.0
+
+    def rows(self, rows: Iterable[Row]) -> list[Row]:
+        """Return scores in the target's units."""
+        return [replace(row, value=row.value * by) if (by := self.factor(row.metric)) != 1 else row for row in rows]
+
+    def results(self, results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return rows of `summary.json` in the target's units.
+
+        Example:
+            >>> row = {"metric": "test_rmse", "mean": 0.5, "variance": 0.01, "per_client": {"a": 0.5}}
+            >>> Target("days", 6.0).results([row])
+            [{'metric': 'test_rmse', 'mean': 3.0, 'variance': 0.36, 'per_client': {'a': 3.0}}]
+        """
+        converted = []
+        for row in results:
+            by = self.factor(row["metric"])
+            powers = dict.fromkeys(LINEAR, by) | {"variance": by * by}
+            row = {name: _times(value, powers.get(name, 1.0)) for name, value in row.items()} if by != 1 else dict(row)
+            per_client = {client: _times(score, by) for client, score in row["per_client"].items()}
+            converted.append(row | {"per_client": per_client})
+        return converted
+
+    def in_words(self, metric: str) -> str | None:
+        """Return in what units a metric is; `None` where it is no error of a regression, or that is not known.
+
+        Example:
+            >>> Target("days", 6.0).in_words("mse")
+            'MSE is in the squared units of days; metrics.csv has it in squared standard deviations (36).'
+        """
+        if bare(metric) not in POWERS or not self.name:
+            return None
+        label, squared = metric_label(bare(metric)), "squared " if POWERS[bare(metric)] == 2 else ""
+        if self.own_module or self.deviation == 1:
+            text, by = f"{label} is in the {squared}units of {self.name}", self.factor(metric)
+            return text + (f"; metrics.csv has it in {squared}standard deviations ({by:g})." if by != 1 else ".")
+        return (
+            f"{self.name} is divided by {self.deviation:g} (target_statistics), and {label} is as the module logs it."
+        )
+
+
+def target_of(config: Mapping[str, Any]) -> Target:
+    """Return what a run predicts, by its `config.yaml`."""
+    model, table = config.get("model"), next(_tables(config.get("data")), {})
+    module = str(model.get("class_path", "")) if isinstance(model, dict) else ""
+    _, deviation = table.get("target_statistics") or (0.0, 1.0)
+    return Target(table.get("target", ""), float(deviation), module.startswith("fedlightning."))
+
+
+def _tables(section: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield what has a target in a data section, whatever it is wrapped in."""
+    if isinstance(section, Mapping):
+        if isinstance(section.get("target"), str):
+            yield section
+        for value in section.values():
+            yield from _tables(value)
+
+
+def _times(value: Any, by: float) -> Any:
+    return value * by if isinstance(value, int | float) and by != 1 else value

@@ -1,0 +1,41 @@
+"""Errors of a regression are read in the units of its target, whatever scale the data module has put it on."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedlightning.study.units import Target, target_of
+
+TABLE = {"class_path": "fedlightning.datamodules.TabularFederatedDataModule", "init_args": {"target": "days"}}
+SCALED = {**TABLE, "init_args": {"target": "days", "target_statistics": [12.0, 6.0]}}
+WRAPPED = {"class_path": "fedlightning.datamodules.ShiftedDataModule", "init_args": {"source": SCALED}}
+REGRESSOR = {"class_path": "fedlightning.models.Regressor"}
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "target"),
+    [
+        (SCALED, REGRESSOR, Target("days", 6.0)),
+        (WRAPPED, REGRESSOR, Target("days", 6.0)),
+        (TABLE, REGRESSOR, Target("days")),
+        (SCALED, {"class_path": "mine.Forecaster"}, Target("days", 6.0, own_module=False)),
+        (None, REGRESSOR, Target()),
+    ],
+)
+def test_what_a_run_predicts(data, model, target):
+    assert target_of({"data": data, "model": model}) == target
+
+
+def test_errors_are_in_the_units_of_the_target_and_other_metrics_as_they_are():
+    factors = {name: Target("days", 6.0).factor(f"test_{name}") for name in ("rmse", "mae", "mse", "r2", "loss")}
+    assert factors == {"rmse": 6.0, "mae": 6.0, "mse": 36.0, "r2": 1.0, "loss": 1.0}
+
+
+def test_of_a_module_that_may_have_undone_the_scale_nothing_is_converted_and_that_is_said():
+    target = Target("days", 6.0, own_module=False)
+    assert target.factor("test_rmse") == 1.0
+    assert target.in_words("rmse") == "days is divided by 6 (target_statistics), and RMSE is as the module logs it."
+
+
+def test_nothing_is_said_of_what_is_not_known():
+    assert Target().in_words("rmse") is None and Target("days").in_words("accuracy") is None
