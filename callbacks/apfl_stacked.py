@@ -41,7 +41,7 @@ class StackedMixtures(StackHooks):
         self.alpha = [mixture.alpha for mixture in self.mixtures]
         self.new_alpha: list[float | None] = [None] * len(self.mixtures)
         self.moves_alpha = [options.adaptive] * len(self.mixtures)
-        self.v = Stack(self.mixtures[0].twin, len(self.mixtures), fit.device)
+        self.v = Stack(self.mixtures[0].twin, len(self.mixtures), fit.device, fit.stack.shared)
         for row, mixture in enumerate(self.mixtures):
             self.v.pull(row, mixture.twin)
         self.optimizer = type(fit.optimizer)({name: self.v.tensors[name] for name in fit.names}, len(self.mixtures))
@@ -72,7 +72,7 @@ class StackedMixtures(StackHooks):
             vbar = {name: mix(v[name], w[name], self._share(v[name])).requires_grad_() for name in v}
         rows = side_by_side(self.active)
         frozen = [name for name in self.v.parameters if name not in vbar]
-        rest = {name: take(self.v.tensors[name], rows) for name in (*frozen, *self.v.buffers)}
+        rest = {name: self.v.take(name, rows) for name in (*frozen, *self.v.buffers)}
         tensors = [vbar[name] if name in vbar else rest[name] for name in (*self.v.parameters, *self.v.buffers)]
         seeds = [self.mixtures[row].client.next_probe() for row in self.active]
         generators = [torch.Generator().manual_seed(address(*seed)) for seed in seeds]

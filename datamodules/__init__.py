@@ -89,7 +89,7 @@ from fedlightning.datamodules.survival_table import SurvivalTableDataModule
 from fedlightning.datamodules.synthetic import GivenDataModule, SyntheticDataModule, SyntheticDevicesDataModule
 from fedlightning.datamodules.tabular import TabularFederatedDataModule, TextTableDataModule
 from fedlightning.datamodules.tcga_brca import TCGABRCADataModule
-from fedlightning.datamodules.texts import ByteTokenizer, TextDataModule
+from fedlightning.datamodules.texts import ByteTokenizer, TextDataModule, TextFolderDataModule
 from fedlightning.datamodules.tiny_imagenet import TinyImageNetDataModule
 from fedlightning.datamodules.utd_mhad import UTDMHADDataModule
 from fedlightning.datamodules.views import ArrayDataset, IndexView
@@ -158,6 +158,7 @@ __all__ = [
     "TCGABRCADataModule",
     "TabularFederatedDataModule",
     "TextDataModule",
+    "TextFolderDataModule",
     "TextTableDataModule",
     "TinyImageNetDataModule",
     "UCIHARDataModule",

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fedlightning.datamodules.arrays import federate
+from fedlightning.datamodules.federated_data import SPLITS
 from fedlightning.datamodules.loaders import LoaderDataModule
+from fedlightning.datamodules.plans import Partitioner
 from fedlightning.datamodules.sampling import AddressedSampler
-from fedlightning.ranges import PositiveInt, checked
+from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
+from fedlightning.seeding import generator
 
 IGNORED = -100
 """Label of a token that is not a target, as in transformers."""
@@ -153,6 +159,76 @@ class TextDataModule(LoaderDataModule):
             return {"input_ids": prompt + response, "labels": [IGNORED] * len(prompt) + response}
         tokens = list(self.tokenizer(row["text"])["input_ids"])
         return {"input_ids": tokens, "labels": row["label"]} if "label" in row else {"input_ids": tokens + end}
+
+
+class TextFolderDataModule(TextDataModule):
+    """Texts in folders of their classes, `root/<class>/<file>`, that a partitioner divides among clients.
+
+    Test and validation texts are cut from each client's, stratified by class. Classes are the folders in ascending order.
+
+    Args:
+        root: Folder of the classes' folders.
+        partitioner: Divides the texts.
+        tokenizer: As for :class:`TextDataModule`, or a folder that transformers' `AutoTokenizer` reads.
+        batch_size: Number of rows in a batch.
+        max_length: Tokens of a text at most.
+        max_texts: Use only this many texts, chosen by `seed`.
+        val_fraction: Share of a client's training texts for validation.
+        test_fraction: Share of a client's texts for testing.
+        seed: Seed of the division.
+
+    Raises:
+        FileNotFoundError: If there is no folder of a class with a text.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from fedlightning.datamodules import ByteTokenizer, IIDPartitioner, TextFolderDataModule
+        >>> with TemporaryDirectory() as root:
+        ...     for number in range(20):
+        ...         file = Path(root, ("ham", "spam")[number % 2], f"{number}.txt")
+        ...         file.parent.mkdir(exist_ok=True)
+        ...         _ = file.write_text("a text")
+        ...     data = TextFolderDataModule(root, IIDPartitioner(2), ByteTokenizer())
+        >>> data.client_ids, data.class_names, data.num_samples("0")
+        (['0', '1'], ['ham', 'spam'], 6)
+    """
+
+    def __init__(
+        self,
+        root: str,
+        partitioner: Partitioner,
+        tokenizer: Any,
+        batch_size: PositiveInt = 16,
+        max_length: PositiveInt = 512,
+        max_texts: PositiveInt | None = None,
+        val_fraction: ShareBelowOne = 0.2,
+        test_fraction: ShareBelowOne = 0.2,
+        seed: int = 0,
+    ) -> None:
+        if isinstance(tokenizer, str):
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        files = sorted(file for file in Path(root).glob("*/*") if file.is_file())
+        if not files:
+            raise FileNotFoundError(f"There are no texts in {root}; write {root}/<class>/<file>, as ham/0001.txt.")
+        if max_texts is not None:
+            order = torch.randperm(len(files), generator=generator(seed, "texts"))[:max_texts]
+            files = [files[place] for place in sorted(order.tolist())]
+        self.class_names = sorted({file.parent.name for file in files})
+        labels = np.array([self.class_names.index(file.parent.name) for file in files])
+        rows = [
+            {"text": file.read_text(errors="replace"), "label": int(label)}
+            for file, label in zip(files, labels, strict=True)
+        ]
+        by_split: Any = {"train": labels}
+        ids, splits = federate(partitioner, {"train": rows}, by_split, by_split, seed, val_fraction, test_fraction)  # type: ignore[dict-item]
+        clients = {
+            client: tuple([rows[row] for row in splits[name].indices[place]] for name in SPLITS if name in splits)
+            for place, client in enumerate(ids)
+        }
+        super().__init__(clients, tokenizer, batch_size, max_length)
 
 
 def _without_padding(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import inspect
 import pkgutil
 import random
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,12 @@ from fedlightning import FederatedTrainer  # before lightning
 # isort: split
 import peft
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification
 
 from fedlightning.callbacks import Central, FedIT, FedPer, FedSALoRA, Local
-from fedlightning.datamodules import ByteTokenizer, DirichletPartitioner, TextDataModule
-from fedlightning.models import HFModule
+from fedlightning.datamodules import ByteTokenizer, DirichletPartitioner, TextFolderDataModule
+from fedlightning.models import HFModule, load_pretrained
 from fedlightning.report.build import build_report
-from fedlightning.seeding import generator
 from fedlightning.study.finished_runs import load_study, runs_below
 from fedlightning.study.study import Study
 
@@ -38,22 +38,14 @@ MADE_UP = {
     "ham": ["see you at noon", "the notes are in the folder", "lunch on friday"],
     "spam": ["win money now", "free!!"],
 }
-HEAD, TARGETS = "model.classifier", ["query", "value"]
-SIZES = {"r": 8, "alpha": 16, "target_modules": TARGETS, "head": HEAD}
+HEAD = "model.base_model.model.classifier"
 METHODS: dict[str, list[Any]] = {
-    "adapters": [FedIT(**SIZES)],
-    "adapters, own head": [FedIT(**SIZES), FedPer(personal=[HEAD])],
-    "FedSA-LoRA": [FedSALoRA(**SIZES)],
+    "adapters": [FedIT(r=None)],  # those that peft has put in, and the head
+    "adapters, own head": [FedIT(r=None), FedPer(personal=[HEAD])],
+    "FedSA-LoRA": [FedSALoRA(r=None)],
     "Local": [Local()],
     "Central": [Central()],
 }
-
-
-def read_texts(folder: str) -> list[dict[str, Any]]:
-    """Return rows with a text and the number of its class."""
-    classes = sorted(path for path in Path(folder).iterdir() if path.is_dir())
-    files = [(file, label) for label, path in enumerate(classes) for file in sorted(path.glob("*.*"))]
-    return [{"text": file.read_text(errors="replace"), "label": label} for file, label in files]
 
 
 def documentation(package: str) -> Iterator[str]:
@@ -68,42 +60,28 @@ def documentation(package: str) -> Iterator[str]:
                 yield re.sub(package, "it", text, flags=re.IGNORECASE)[:1000]
 
 
-def read_packages(packages: list[str], limit: int) -> list[dict[str, Any]]:
-    """Return rows with at most `limit` texts of each package and its number."""
-    rows = []
-    for label, package in enumerate(packages):
-        texts = list(dict.fromkeys(documentation(package)))
-        random.Random(0).shuffle(texts)
-        rows += [{"text": text, "label": label} for text in texts[:limit]]
-    return rows
+def write_texts(folder: Path, kind: str, texts: list[str]) -> None:
+    """Write the texts of a class."""
+    (folder / kind).mkdir(parents=True)
+    for number, text in enumerate(texts):
+        (folder / kind / f"{number:04}.txt").write_text(text)
 
 
-def make_up() -> list[dict[str, Any]]:
-    """Return rows that nobody has written."""
+def make_up(folder: Path) -> None:
+    """Write texts that nobody has written."""
     draw = random.Random(0)
-    made = [(draw.choice(MADE_UP[kind]), label) for label, kind in enumerate(MADE_UP) for _ in range(120)]
-    return [{"text": f"{text} {draw.randrange(10)}", "label": label} for text, label in made]
-
-
-def divide(rows: list[dict[str, Any]]) -> dict[str, tuple[Any, Any, Any]]:
-    """Return each client's rows for training, validation (a fifth) and testing (a fifth)."""
-    labels = torch.tensor([row["label"] for row in rows])
-    plan = DirichletPartitioner(num_clients=CLIENTS, alpha=0.3).plan(labels, generator(0, "clients"))
-    clients = {}
-    for client, indices in zip(plan.client_ids, plan.split(labels, generator(0, "clients")), strict=True):
-        order = torch.tensor(indices)[torch.randperm(len(indices), generator=generator(0, client))]
-        own = [rows[index] for index in order]
-        fifth = max(1, len(own) // 5)
-        clients[client] = own[2 * fifth :], own[:fifth], own[fifth : 2 * fifth]
-    return clients
+    for kind, sentences in MADE_UP.items():
+        write_texts(folder, kind, [f"{draw.choice(sentences)} {draw.randrange(10)}" for _ in range(120)])
 
 
 def build(folder: str | None, classes: int) -> Any:
-    """Return the pretrained model of a folder with a new head, or a tiny random one."""
+    """Return the pretrained model of a folder with a new head, or a tiny random one, with adapters."""
+    adapters = {"task_type": "SEQ_CLS", "r": 8, "lora_alpha": 16, "target_modules": ["query", "value"]}
     if folder:
-        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=classes)
+        return load_pretrained(folder, num_labels=classes, adapters=adapters)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    return BertForSequenceClassification(BertConfig(vocab_size=258, pad_token_id=257, num_labels=classes, **sizes))
+    model = BertForSequenceClassification(BertConfig(vocab_size=258, pad_token_id=257, num_labels=classes, **sizes))
+    return peft.get_peft_model(model, peft.LoraConfig(**adapters))
 
 
 def main() -> None:
@@ -121,24 +99,20 @@ def main() -> None:
     parser.add_argument("--out", default="runs/finetune_texts")
     given = parser.parse_args()
 
-    rows = (
-        read_texts(given.texts)
-        if given.texts
-        else read_packages(given.packages, given.most)
-        if given.packages
-        else make_up()
-    )
-    classes = 1 + max(row["label"] for row in rows)
-    tokenizer = AutoTokenizer.from_pretrained(given.model) if given.model else ByteTokenizer()
-    data = TextDataModule(divide(rows), tokenizer, batch_size=16, max_length=given.max_length)
-    print(f"{len(rows)} texts of {classes} classes")
+    root = given.texts or tempfile.mkdtemp()
+    for package in given.packages or ():
+        texts = list(dict.fromkeys(documentation(package)))
+        random.Random(0).shuffle(texts)
+        write_texts(Path(root), package, texts[: given.most])
+    if not given.texts and not given.packages:
+        make_up(Path(root))
+    partitioner = DirichletPartitioner(num_clients=CLIENTS, alpha=0.3)
+    data = TextFolderDataModule(root, partitioner, given.model or ByteTokenizer(), max_length=given.max_length)
+    print(f"{sum(map(data.num_samples, data.client_ids))} training texts of {len(data.class_names)} classes")
     for name in given.methods:
         for seed in given.seeds:
             torch.manual_seed(seed)
-            model = build(given.model, classes)
-            if name in ("Local", "Central"):  # nothing travels, so that no method has to know which part would
-                config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS, modules_to_save=["classifier"])
-                model = peft.get_peft_model(model, config)
+            model = build(given.model, len(data.class_names))
             trainer = FederatedTrainer(
                 name=name,
                 seed=seed,

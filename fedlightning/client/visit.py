@@ -157,6 +157,8 @@ def visit_steps(runner: ClientRuntime, message: Message, record: ClientRecord, e
             before = client.entries if client.is_unbuilt else _buffers(client.module)
             if message.work != 0:
                 yield from _train(runner, client, loader)
+            for parameter in () if client.is_unbuilt else client.module.parameters():
+                parameter.grad = None  # as large as the model, which is copied next
             _note_work(client, update)
             kept = split_entries(runner, client, update, before)
             _send(runner, client, update)
@@ -234,12 +236,14 @@ def split_entries(runner: ClientRuntime, client: Client, update: Update, before:
     parameter that is as every module is built does not, if the client's next one is too: that has it.
     """
     message, state = client.message, client.entries
+    architecture = runner.blueprint.architecture_of(client.id)
     sent = {name: state[name] for name in message.returns}
+    if client.id == POOLED:  # the server has the frozen network
+        sent = runner.blueprint.without_base(sent, architecture, but=message.state)
     if message.work == 0 or not client.is_unbuilt:  # what an unbuilt client has trained is its own already
         sent = pack(sent)
     stays = client.record.personal.keys() - client.received.keys()
     kept = {name: value for name, value in state.items() if name not in sent or name in stays}
-    architecture = runner.blueprint.architecture_of(client.id)
     kept = pack(runner.blueprint.without_base(kept, architecture, but=client.built_otherwise))
     state = {name: sent[name] if name in sent else kept.get(name, value) for name, value in state.items()}
     bad = first_nonfinite(state)

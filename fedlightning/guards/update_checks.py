@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fedlightning.client.trainer_context import MEDIA
-from fedlightning.contract import Change, FederatedCallback, SumCodec
+from fedlightning.contract import POOLED, Change, FederatedCallback, SumCodec
 from fedlightning.contract.messages import ClientLog, Extra, Message, Update, check_extras, sizes_in
 from fedlightning.datamodules.federated_data import SPLITS
 from fedlightning.errors import ConfigurationError
@@ -337,7 +337,12 @@ def _fault_of_state(server: Server, message: Message, update: Update, sizes: Siz
     unasked = sorted(set(state) - set(message.returns))
     if unasked:
         return f"'{unasked[0]}' was not asked for"
-    missing = [name for name in message.returns if name not in state]
+    base = (
+        server.architecture(update.model).kinds if message.client == POOLED else {}
+    )  # what is as built does not travel
+    missing = [
+        name for name in message.returns if name not in state and (name in message.state or base.get(name) != "frozen")
+    ]
     if missing and not server.callbacks.making(Change.PARTS) and server.callbacks.find(SumCodec) is None:
         why = "a callback that leaves out entries says so in its facts: Change.PARTS"
         return f"'{missing[0]}' was asked for and is missing ({why})"

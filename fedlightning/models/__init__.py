@@ -11,12 +11,12 @@ In order of importance:
 * `ClientModels`: a LightningModule of its own for each client.
 * `MultimodalNet`: an encoder for each modality and a fusion, for samples that may lack some.
 * `ClassificationMetrics`, `RegressionMetrics` and `SurvivalMetrics`: their scores over a whole split.
-* `HFModule`: any model of transformers, or a `PeftModel`.
+* `HFModule`: any model of transformers, or a `PeftModel`; `load_pretrained` reads one from a folder.
 * `GivenAdapters`: clients whose adapters are known beforehand, to check aggregations.
 * `recipes`: how checkpoints record a network.
 """
 
-from fedlightning.models.bridges import MonaiUNet, TimmNet, timm_model
+from fedlightning.models.bridges import MonaiUNet, TimmNet, load_pretrained, timm_model
 from fedlightning.models.classifier import Classifier
 from fedlightning.models.client_models import ClientModels
 from fedlightning.models.given_adapters import GivenAdapters
@@ -64,6 +64,7 @@ __all__ = [
     "TimmNet",
     "TinyNet",
     "head_name",
+    "load_pretrained",
     "timm_model",
 ]
 

@@ -1,6 +1,6 @@
-"""Networks of MONAI, which is imported only when one is made.
+"""Networks of MONAI, any image model of timm by name, and those of transformers from a folder, for configurations.
 
-Any image model of timm, by name.
+The libraries are imported only when one is made.
 """
 
 from __future__ import annotations
@@ -107,6 +107,36 @@ def _timm() -> ModuleType:
         raise ImportError(missing_package("TimmNet needs timm", "vision")) from error
     module: ModuleType = timm
     return module
+
+
+def load_pretrained(
+    folder: str,
+    task: str = "SequenceClassification",
+    num_labels: PositiveInt | None = None,
+    adapters: dict[str, Any] | None = None,
+) -> nn.Module:
+    """Return a model of transformers from a folder, for `HFModule`.
+
+    Args:
+        folder: The folder, or a name that transformers knows.
+        task: What follows `AutoModelFor` in the name of the class.
+        num_labels: Classes of a new head.
+        adapters: Arguments of `peft.LoraConfig`: a `PeftModel` with new adapters, for `FedIT(r=None)`. `None`: without.
+
+    Example:
+        >>> from fedlightning.models import load_pretrained
+        >>> load_pretrained("MiniLM", num_labels=2, adapters={"r": 8, "target_modules": ["query"]})  # doctest: +SKIP
+    """
+    import transformers
+
+    options = {} if num_labels is None else {"num_labels": num_labels}
+    model: nn.Module = getattr(transformers, f"AutoModelFor{task}").from_pretrained(folder, **options)
+    if adapters is None:
+        return model
+    import peft
+
+    adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**adapters))
+    return adapted
 
 
 class MonaiUNet(nn.Module):

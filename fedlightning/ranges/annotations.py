@@ -492,6 +492,8 @@ def may_be_infinite(kind: type, name: str) -> bool:
 
 def _annotations_of(kind: type) -> dict[str, Any]:
     """Return the annotations with something to check of a class and its bases, each argument's from where it is nearest."""
+    if not isinstance(kind, type):  # a function that a configuration names in place of a class
+        return _annotations(inspect.unwrap(kind))
     annotations: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         if "__init__" in vars(base):

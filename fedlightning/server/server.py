@@ -346,7 +346,9 @@ class Server:
         sent, architecture = self.architecture(job.model), self.architecture_of(job.client)
         shared = self.shared_names(model=job.model)
         everything = tuple(sent.kinds)
-        down = job.down if job.down is not None else (everything if job.client == POOLED else shared)
+        model, down = self.models[job.model], job.down
+        if down is None:  # everybody has the frozen network
+            down = tuple(self.blueprint.without_base(model, sent.name)) if job.client == POOLED else shared
         returns = job.returns
         if returns is None:
             returns = (
@@ -358,7 +360,6 @@ class Server:
             refuse_unlike(job.model, sent, (*down, *returns), job.client, architecture)
             if job.down is None:
                 refuse_other_choice(self, job.model, shared, job.client)
-        model = self.models[job.model]
         message = Message(
             round=self.round,
             client=job.client,

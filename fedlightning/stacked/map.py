@@ -26,16 +26,21 @@ complete = all(hasattr(_PARTS, name) for name in _NAMES)
 """Whether torch has these parts."""
 
 
-def over_clients(function: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Apply a function to every client at once."""
+def over_clients(
+    function: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor], mapped: Sequence[bool] = ()
+) -> list[Tensor]:
+    """Apply a function to every client at once; tensors that are not mapped are common to all clients."""
+    mapped = mapped or [True] * len(tensors)
     if not complete:
-        return list(vmap(lambda *arguments: tuple(function(list(arguments))), randomness="error")(*tensors))
+        axes = tuple(0 if along else None for along in mapped)
+        return list(vmap(lambda *each: tuple(function(list(each))), in_dims=axes, randomness="error")(*tensors))
     _load()
-    size = len(tensors[0])
+    size = len(tensors[mapped.index(True)])
     level = _PARTS._vmap_increment_nesting(size, "error")
     try:
-        mapped = function([_PARTS._add_batch_dim(tensor, 0, level) for tensor in tensors])
-        return [_PARTS._remove_batch_dim(tensor, level, size, 0) for tensor in mapped]
+        pairs = zip(tensors, mapped, strict=True)
+        results = function([_PARTS._add_batch_dim(tensor, 0, level) if along else tensor for tensor, along in pairs])
+        return [_PARTS._remove_batch_dim(tensor, level, size, 0) for tensor in results]
     finally:
         _PARTS._vmap_decrement_nesting()
 

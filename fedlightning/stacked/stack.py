@@ -1,11 +1,11 @@
-"""The models of many clients as one: every parameter and buffer with a leading client axis.
+"""The models of many clients as one: every parameter and buffer with a leading client axis, but a frozen network once.
 
 Dropout on a stack: each client's masks are drawn from its own addressed generator, as when it trains alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, cast
 
@@ -15,7 +15,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fedlightning.tensors import State
+from fedlightning.compat.lazy_clones import lazy_clone
+from fedlightning.tensors import State, is_same
 
 
 class _Noise(torch.autograd.Function):
@@ -109,22 +110,35 @@ class Stack:
         module: One of the modules.
         size: Number of clients.
         device: Device of the stack.
+        shared: Parameters that nobody trains and that are the same for all clients, by name.
 
     Attributes:
         parameters: Names of the parameters.
         buffers: Names of the buffers.
-        tensors: By name, the stacked tensors `(size, ...)`.
+        shared: What is in memory once: lazy clones of what was given.
+        tensors: By name, the other ones, stacked: `(size, ...)`.
     """
 
-    def __init__(self, module: nn.Module, size: int, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, size: int, device: torch.device, shared: State | None = None) -> None:
         parameters, buffers = named_tensors(module)
-        self.size = size
+        self.size, self.device = size, device
         self.parameters = tuple(parameters)
         self.buffers = tuple(buffers)
+        self._before = {name: value for name, value in (shared or {}).items() if name in parameters}
+        self.shared = {name: lazy_clone(value).to(device) for name, value in self._before.items()}
         self.tensors = {
             name: torch.empty((size, *value.shape), dtype=value.dtype, device=device)
             for name, value in (parameters | buffers).items()
+            if name not in self.shared
         }
+
+    def find_written(self) -> str | None:
+        """Return the first shared parameter that is not any more what was given."""
+        return next((name for name, value in self.shared.items() if not is_same(value, self._before[name])), None)
+
+    def take(self, name: str, rows: Rows) -> Tensor:
+        """Return rows of an entry; one that is shared as it is."""
+        return self.shared[name] if name in self.shared else take(self.tensors[name], rows)
 
     @torch.no_grad()
     def fill(self, states: Sequence[State]) -> None:
@@ -138,7 +152,8 @@ class Stack:
 
     def row(self, number: int) -> State:
         """Return a client's entries, which share memory with the stack."""
-        return {name: stacked[number] for name, stacked in self.tensors.items()}
+        names = (*self.parameters, *self.buffers)
+        return {name: self._before[name] if name in self.shared else self.tensors[name][number] for name in names}
 
     def to_cpu(self) -> None:
         """Move the stack to the CPU."""
@@ -147,16 +162,17 @@ class Stack:
     @torch.no_grad()
     def pull(self, row: int, module: nn.Module) -> None:
         """Copy the tensors of a module into a row."""
-        for values in named_tensors(module):
-            for name, value in values.items():
-                self.tensors[name][row].copy_(value)
+        for name, value in self._stacked_in(module):
+            self.tensors[name][row].copy_(value)
 
     @torch.no_grad()
     def push(self, row: int, module: nn.Module) -> None:
         """Copy a row into a module."""
-        for values in named_tensors(module):
-            for name, value in values.items():
-                value.copy_(self.tensors[name][row])
+        for name, value in self._stacked_in(module):
+            value.copy_(self.tensors[name][row])
+
+    def _stacked_in(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        return ((name, value) for part in named_tensors(module) for name, value in part.items() if name in self.tensors)
 
 
 def side_by_side(rows: Sequence[int]) -> Rows:

@@ -12,7 +12,6 @@ Modules of one architecture in one stack, for their evaluation: what they must h
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -33,6 +32,7 @@ from fedlightning.client.logged_metrics import nan_where_undefined
 from fedlightning.client.probes import TRANSFERS
 from fedlightning.client.requests import ScoreRequest, Scores, Scoring, finish, score_in_turn, score_one
 from fedlightning.client.runtime import ClientRuntime
+from fedlightning.compat.lazy_clones import copy_module
 from fedlightning.compat.lightning_runs import on_device, without_warnings
 from fedlightning.fast import eligibility
 from fedlightning.fast.eligibility import of_module
@@ -375,7 +375,7 @@ class StackedEvaluation:
         rewind = rewinding(member.loader for member in members)
         try:
             signatures = {
-                id(module): Signature(copy.deepcopy(module)) for module in (member.module for member in members)
+                id(module): Signature(copy_module(module)) for module in (member.module for member in members)
             }
             apart = [signatures[id(member.module)] for member in members]
             copies = [

@@ -302,7 +302,7 @@ class StackedFit:
         self.clip_value = arguments.get("gradient_clip_val")
         self.clip_algorithm = arguments.get("gradient_clip_algorithm") or "norm"
         context, draws = runner.blueprint.precision.train_step_context, ClientDraws() if finding.draws else None
-        self.step = StackedStep(module, context, takes_index(module.training_step), draws)
+        self.step = StackedStep(module, context, takes_index(module.training_step), draws, stack.shared)
         self.step.watch.looked = finding.uses_index
         self.logs = StackedLogs(stack.size)
         parameters, _ = named_tensors(module)
@@ -316,7 +316,7 @@ class StackedFit:
         )
         self.shared_recipe = all(trainee.recipe is trainees[0].recipe for trainee in trainees)
         clients = [trainee.client for trainee in trainees]
-        self.device = stack.tensors[stack.parameters[0]].device
+        self.device = stack.device
         limited = finding.bytes_of_step and self.device.type == "cpu"
         self._most = max(1, CACHE // finding.bytes_of_step) if limited else stack.size
         self.corrections = [
@@ -336,6 +336,11 @@ class StackedFit:
         with self.step.attached():
             while (alike := self._next()) is not None:
                 self._run(*alike)
+        if (name := self.stack.find_written()) is not None:
+            raise RuntimeError(
+                f"'{name}' is frozen and the same for all clients, so that a stack holds it once, and a later step than the "
+                "first one wrote into it. Use engine='sequential' or 'processes'."
+            )
         for hooks in self.hooks:
             hooks.finish()
         for row, (trainee, metrics) in enumerate(zip(self.trainees, self.logs.metrics(), strict=True)):
@@ -475,7 +480,7 @@ class StackedFit:
         """Return the step's tensors, and those that train: views of the stack where the rows are a slice."""
         tensors, training = [], {}
         for name in (*self.stack.parameters, *self.stack.buffers):
-            value = self.stack.tensors[name][rows].detach()
+            value = self.stack.take(name, rows).detach()
             if name in self.group_of:
                 training[name] = value.requires_grad_()
             tensors.append(value)

@@ -14,7 +14,7 @@ up to the rounding of sums in another order. Cases without a rule are left to `v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -362,6 +362,7 @@ class StackedStep:
         context: Makes the context in which the step runs (Lightning's autocast).
         takes_index: Whether `training_step` takes the batch's index.
         draws: Gives every client its own dropout. `None`: the step draws no random numbers.
+        shared: Names of parameters that a call takes once for all clients.
 
     Attributes:
         names: Names of the tensors that a call takes: parameters, then buffers.
@@ -375,9 +376,11 @@ class StackedStep:
         context: Callable[[], Any],
         takes_index: bool = True,
         draws: ClientDraws | None = None,
+        shared: Collection[str] = (),
     ) -> None:
         parameters, buffers = named_tensors(module)
         self.names = (*parameters, *buffers)
+        self._mapped = [name not in shared for name in self.names]
         self._first_buffer = len(parameters)
         self._module, self._context, self._takes_index, self._draws = module, context, takes_index, draws
         self.draws = draws is not None
@@ -429,14 +432,19 @@ class StackedStep:
         self._index = NotedIndex(place.batch)
         self._index.watch, self._clock.place = self.watch, place
         arguments = [*tensors, *batch_tensors]
+        size = len(tensors[self._mapped.index(True)])
+        mapped = [*self._mapped, *(True for _ in batch_tensors)]
         with self._context(), nullcontext() if self._draws is None else self._draws:
             if self._draws is not None:
                 self._draws.generators = generators
-                arguments.append(torch.arange(len(tensors[0]), device=tensors[0].device))
-            if len(tensors[0]) == 1:  # no map, at half the cost: a ragged last batch often has no like
-                values = [value.unsqueeze(0) for value in self._one([value.squeeze(0) for value in arguments])]
+                arguments.append(torch.arange(size, device=tensors[0].device))
+                mapped.append(True)
+            if size == 1:  # no map, at half the cost: a ragged last batch often has no like
+                pairs = zip(arguments, mapped, strict=True)
+                alone = [value.squeeze(0) if along else value for value, along in pairs]
+                values = [value.unsqueeze(0) for value in self._one(alone)]
             else:
-                values = over_clients(self._together, arguments)
+                values = over_clients(self._together, arguments, mapped)
         losses, logged = values[0], values[1 : 1 + len(self._logged)]
         with torch.no_grad():
             for buffer, new in zip(tensors[self._first_buffer :], values[1 + len(logged) :], strict=True):

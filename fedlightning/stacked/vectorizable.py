@@ -26,9 +26,17 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.seeding import isolated
 from fedlightning.stacked import optimizers as stacked_optimizers
 from fedlightning.stacked.planning import Clock, quietly_attached, schedules_in
-from fedlightning.stacked.stack import ClientDraws, NotATreeError, Stack, join_tree, skeleton_key, split_tree
+from fedlightning.stacked.stack import (
+    ClientDraws,
+    NotATreeError,
+    Stack,
+    join_tree,
+    named_tensors,
+    skeleton_key,
+    split_tree,
+)
 from fedlightning.stacked.step import NoLossError, Place, StackedStep, gradients
-from fedlightning.tensors import module_state
+from fedlightning.tensors import State, module_state
 from fedlightning.tensors.entries import optimizers_in
 from fedlightning.wrappers.mixing import user_class
 from fedlightning.wrappers.twin import DualByHeadMixin
@@ -70,6 +78,7 @@ class Finding:
         reason: Reason why its clients cannot train in a stack, as a clause. `None` if they can.
         draws: Whether their steps use dropout.
         uses_index: Whether they use the batch's index in a way that cannot be noted (as a factor).
+        shares: Whether a stack may hold a frozen network once: no step writes into it.
         bytes_of_step: Memory of a step for each client: its batch and what autograd keeps of it.
         bytes_of_client: Memory of a client in a stack: parameters, gradients, optimizer, its own copies.
     """
@@ -77,6 +86,7 @@ class Finding:
     reason: str | None = None
     draws: bool = False
     uses_index: bool = False
+    shares: bool = False
     bytes_of_step: int = 0
     bytes_of_client: int = 0
 
@@ -107,15 +117,25 @@ def _analysed(runner: ClientRuntime) -> Finding:
     reason = _of_settings(runner) or _of_callbacks(runner) or _of_data(runner) or _of_module(module)
     if reason is not None:
         return Finding(reason)
-    finding = _try_step(runner, module, None)
-    if finding.reason is not None and "random" in finding.reason:
-        if isinstance(module, DualByHeadMixin) and module.dual_is_twin:
-            return Finding(f"{user_class(module).__name__} has dropout, which its twin extractor is to repeat")
-        finding = _try_step(runner, module, ClientDraws())
+    base = {name: value for name, value in named_tensors(module)[0].items() if not value.requires_grad}
+    finding = _try_drawing(runner, module, base)
+    if base and not finding.shares:
+        finding = _try_drawing(runner, module, {})
+    shared = base if finding.shares else {}
     finding.bytes_of_client = COPIES * sum(
-        value.numel() * value.element_size() for value in module_state(module).values()
+        value.nbytes for name, value in module_state(module).items() if name not in shared
     )
     return finding
+
+
+def _try_drawing(runner: ClientRuntime, module: LightningModule, shared: State) -> Finding:
+    """Try the step; where it draws random numbers, once more with the clients' own."""
+    finding = _try_step(runner, module, None, shared)
+    if finding.reason is None or "random" not in finding.reason:
+        return finding
+    if isinstance(module, DualByHeadMixin) and module.dual_is_twin:
+        return Finding(f"{user_class(module).__name__} has dropout, which its twin extractor is to repeat")
+    return _try_step(runner, module, ClientDraws(), shared)
 
 
 def _of_settings(runner: ClientRuntime) -> str | None:
@@ -189,8 +209,8 @@ def _of_optimizer(module: LightningModule, name: str) -> str | None:
     return stacked_optimizers.refuse(optimizers[0])
 
 
-def _try_step(runner: ClientRuntime, module: LightningModule, draws: ClientDraws | None) -> Finding:
-    """Try the step on two clients that have the same batch."""
+def _try_step(runner: ClientRuntime, module: LightningModule, draws: ClientDraws | None, shared: State) -> Finding:
+    """Try the step on two clients that have the same batch, and `shared` once."""
     name = user_class(module).__name__
     batch = take_first_batch(runner)
     finding = Finding(draws=draws is not None)
@@ -205,15 +225,26 @@ def _try_step(runner: ClientRuntime, module: LightningModule, draws: ClientDraws
     module.to(runner.blueprint.device)
     before_step = Kept(module)
     try:
-        stack = Stack(module, 2, runner.blueprint.device)
+        stack = Stack(module, 2, runner.blueprint.device, shared)
         for row in range(2):
             stack.pull(row, module)
         batch = _twice(move_batch(module, batch))
-        tensors = [stack.tensors[key].requires_grad_(key in stack.parameters) for key in stack.tensors]
-        before = [tensor.detach().clone() for tensor in tensors]
+        names = (*stack.parameters, *stack.buffers)
+        trained = [place for place, key in enumerate(names) if key in stack.parameters and key not in stack.shared]
+        tensors = [
+            stack.shared[key] if key in stack.shared else stack.tensors[key].requires_grad_(key in stack.parameters)
+            for key in names
+        ]
+        before = {
+            key: tensor.detach().clone() for key, tensor in zip(names, tensors, strict=True) if key in stack.tensors
+        }
         near = 5e-2 if type(runner.blueprint.precision) is MixedPrecision else 1e-2
         step = StackedStep(
-            module, runner.blueprint.precision.train_step_context, takes_index(module.training_step), draws
+            module,
+            runner.blueprint.precision.train_step_context,
+            takes_index(module.training_step),
+            draws,
+            stack.shared,
         )
         size = sum(tensor.numel() * tensor.element_size() for tensor in split_tree(batch)[0])
 
@@ -226,12 +257,12 @@ def _try_step(runner: ClientRuntime, module: LightningModule, draws: ClientDraws
             untouched = _outside_tensors(module)
             with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
                 result = step(tensors, batch, Place(), [torch.Generator(), torch.Generator()])
-            trained = range(len(stack.parameters))
             together = [result.losses, *gradients(result.losses, [tensors[place] for place in trained])]
 
             def alone(index: int) -> list[Tensor | None]:
                 entries = [
-                    stack_of[:1].clone().requires_grad_(place in trained) for place, stack_of in enumerate(before)
+                    before[key][:1].clone().requires_grad_(place in trained) if key in before else stack.shared[key]
+                    for place, key in enumerate(names)
                 ]
                 step_alone = step(entries, _first(batch), Place(batch=index), [torch.Generator()])
                 return [step_alone.losses, *gradients(step_alone.losses, [entries[place] for place in trained])]
@@ -250,6 +281,7 @@ def _try_step(runner: ClientRuntime, module: LightningModule, draws: ClientDraws
             elif not looked and not _alike(together, alone(7), near):
                 finding.uses_index = True
         finding.bytes_of_step = size // 2
+        finding.shares = bool(shared) and stack.find_written() is None
     except NoLossError:
         pass  # only this batch is skipped
     except Exception as error:

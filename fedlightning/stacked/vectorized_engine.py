@@ -138,7 +138,15 @@ class StackedTraining:
     ) -> Stack:
         """Train clients in a stack and return it."""
         runner = self.runner
-        stack = Stack(module, len(trainees), self._device)
+        architecture = runner.blueprint.architecture_of(trainees[0].client.id)
+        base = runner.blueprint.base(architecture) if finding.shares else {}
+        differing = {
+            name
+            for trainee in (trainees if base else ())
+            for name in runner.blueprint.without_base(trainee.client.entries, architecture)
+        }
+        shared = {name: value for name, value in base.items() if name not in differing}
+        stack = Stack(module, len(trainees), self._device, shared)
         if trainees[0].client.is_unbuilt:
             stack.fill([trainee.client.entries for trainee in trainees])
         else:

@@ -66,3 +66,29 @@ def test_a_proximal_term_acts_on_the_pooled_fit():
     free, held = (global_state(federate(module, data, [Central(), *cb], max_rounds=1)) for cb in ([], [FedProx(5.0)]))
     start = module_state(module)
     assert (held["net.0.weight"] - start["net.0.weight"]).norm() < (free["net.0.weight"] - start["net.0.weight"]).norm()
+
+
+def test_what_is_frozen_does_not_travel_unless_training_writes_into_it():
+    class Follows(Toy):
+        """The first layer is frozen, and in the first step of a visit somebody writes into it, as into a target network."""
+
+        moves = False
+
+        def configure_optimizers(self):
+            self.net[0].weight.requires_grad_(False)
+            return super().configure_optimizers()
+
+        def on_train_start(self):
+            if self.moves:
+                self.net[0].weight.data.add_(1.0)
+
+    module = Follows()
+    module.net[0].weight.requires_grad_(False)
+    began = {name: value.clone() for name, value in module_state(module).items()}
+    size = sum(value.nbytes for name, value in began.items() if name != "net.0.weight")
+    still = federate(module, toy_data(), [Central()], max_rounds=3)
+    assert (still.server.costs.bytes_up, still.server.costs.bytes_down) == (3 * size, 3 * size)
+    same({"w": global_state(still)["net.0.weight"]}, {"w": began["net.0.weight"]})
+    module.moves = True
+    moved = federate(module, toy_data(), [Central()], max_rounds=3)
+    same({"w": global_state(moved)["net.0.weight"]}, {"w": began["net.0.weight"] + 1.0 + 1.0 + 1.0})

@@ -14,7 +14,7 @@ from fedlightning.callbacks import APFL, Ditto, FedExLoRA, FedIT, FedPer, FedSAL
 from fedlightning.compat.lazy_clones import copy_module, lazy_clone
 from fedlightning.options import Processes
 from fedlightning.tensors import module_state
-from tests.helpers import Toy, differs, federate, global_state, make_trainer, same, toy_data
+from tests.helpers import Toy, close, differs, federate, global_state, make_trainer, same, toy_data
 
 pytest.importorskip("peft")
 WIDTH = 300
@@ -108,6 +108,37 @@ def test_worker_processes_give_the_same_bits_with_a_frozen_network():
     same(*(module_state(run.module(run.server.clients[0])) for run in runs))
 
 
+SEEN: list[int] = []
+
+
+class InStack(WithFrozen):
+    """Notes it where a stack does not look: what a step changes of its module is refused there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        SEEN.append(len(memories()))
+        return Toy.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("methods", "most"),
+    [([FedIT(**ADAPTERS)], 1), ([FedSALoRA(**ADAPTERS)], 1), ([FedIT(**ADAPTERS), APFL()], 6 + 1)],
+    ids=["FedIT", "FedSALoRA", "APFL"],
+)
+def test_a_stack_holds_a_frozen_network_once_and_trains_as_clients_alone(methods, most):
+    options: dict[str, Any] = {"max_rounds": 2, "evaluation": 1}
+    torch.manual_seed(0)
+    module = InStack()
+    alone = federate(copy.deepcopy(module), toy_data((8,) * 6), copy.deepcopy(methods), **options)
+    SEEN.clear()
+    gc.collect()
+    before = len(memories())
+    together = federate(module, toy_data((8,) * 6), methods, engine="vectorized", **options)
+    assert SEEN and max(SEEN) - before <= most
+    close(global_state(alone), global_state(together))
+    for client in alone.server.clients:
+        close(module_state(alone.module(client)), module_state(together.module(client)))
+
+
 class Moves(WithFrozen):
     """Writes into the frozen weight in every step, past torch's count of edits: as a target network that follows."""
 
@@ -128,6 +159,23 @@ def test_what_one_client_writes_into_a_frozen_entry_no_other_one_sees():
     for client in trainer.server.clients:
         entry = next(value for name, value in trainer.store.get(client).personal.items() if value.numel() == FROZEN)
         assert torch.equal(entry, began + 1 + 1)
+
+
+def test_what_a_step_of_a_stack_writes_into_a_frozen_entry_is_each_client_s_own():
+    class MovesInStack(Moves):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with torch.no_grad():  # a map refuses `data`
+                self.net[1].weight.add_(1.0)
+            return Toy.training_step(self, batch, batch_idx)
+
+    module = MovesInStack()
+    began = module.net[1].weight.detach().clone()
+    options: dict[str, Any] = {"max_rounds": 2, "local_steps": 2, "evaluation": 0}
+    alone = federate(copy.deepcopy(module), toy_data((8, 8)), [FedIT(**ADAPTERS)], **options)
+    together = federate(module, toy_data((8, 8)), [FedIT(**ADAPTERS)], engine="vectorized", **options)
+    assert torch.equal(module.net[1].weight, began)
+    for client in alone.server.clients:
+        close(module_state(alone.module(client)), module_state(together.module(client)))
 
 
 def test_lazy_clones_are_copies():

@@ -57,6 +57,11 @@ def bert(kind=transformers.BertForSequenceClassification, **options):
     return kind(transformers.BertConfig(**sizes, num_attention_heads=4, pad_token_id=257, **options))
 
 
+def t5():
+    sizes = {"vocab_size": 258, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+
+
 def texts(batch_size=2, **options):
     rows = {client: [{"text": text} for text in some] for client, some in TEXTS.items()}
     return TextDataModule({c: (r, r[:2], r[:2]) for c, r in rows.items()}, ByteTokenizer(), batch_size, 24, **options)
@@ -80,6 +85,53 @@ def test_the_loss_is_that_of_transformers_trainer(make, tmp_path):
     trainer = transformers.Trainer(model, args)
     expected = trainer.compute_loss(model.eval(), dict(batch))
     torch.testing.assert_close(HFModule(model).eval().training_step(batch, 0), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("make", [llama, lambda: bert(num_labels=3)], ids=["causal", "classes"])
+def test_a_smoothed_loss_is_that_of_transformers_trainer(make, tmp_path):
+    model, data = make().eval(), texts() if make is llama else classes()
+    batch = first_batch(data)
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, label_smoothing_factor=0.2)
+    expected = transformers.Trainer(model, args).compute_loss(model, dict(batch))
+    module = HFModule.from_trainer(model, args).eval()
+    torch.testing.assert_close(module.training_step(batch, 0), expected, atol=1e-6, rtol=0)
+    assert differs({"loss": expected}, {"loss": HFModule(model).eval().training_step(batch, 0)})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [llama, bert, lambda: t5(), lambda: peft_llama(), lambda: peft_llama(use_dora=True)],
+    ids=["llama", "bert", "t5", "lora", "dora"],
+)
+def test_weight_decay_is_of_what_transformers_decays(make):
+    module = HFModule(make(), weight_decay=0.1)
+    (decayed,) = (group["params"] for group in module.configure_optimizers().param_groups if group["weight_decay"])
+    args = transformers.TrainingArguments("unused", report_to=[], use_cpu=True)
+    theirs = transformers.Trainer(module.model, args).get_decay_parameter_names(module.model)
+    named = {name: entry for name, entry in module.model.named_parameters() if entry.requires_grad and name in theirs}
+    assert {id(entry) for entry in decayed} == {id(entry) for entry in named.values()}
+
+
+def test_columns_that_the_model_does_not_take_are_left_out():
+    module, batch = HFModule(bert(num_labels=3)).eval(), first_batch(classes())
+    same({"loss": module.training_step(batch, 0)}, {"loss": module.training_step({**batch, "idx": torch.arange(2)}, 0)})
+
+
+@pytest.mark.parametrize("make", [llama, lambda: bert(num_labels=3)], ids=["causal", "classes"])
+def test_compute_metrics_is_asked_about_a_whole_split(make, tmp_path):
+    def compute_metrics(prediction):
+        logits, labels = prediction
+        return {"sum": float((logits.argmax(-1) * (labels != -100)).sum()), "labels": float((labels != -100).sum())}
+
+    module, data = HFModule(make(), compute_metrics=compute_metrics), texts() if make is llama else classes()
+    trainer = federate(module, data, [FedAvg()], tmp_path, max_rounds=1)
+    rows = {(row.client, row.metric): row.value for row in trainer.rows if row.stage == "G" and row.split == "val"}
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, per_device_eval_batch_size=1)
+    loader = data.client_dataloader("a", "val")
+    model = trainer.module().model
+    judge = transformers.Trainer(model, args, compute_metrics=compute_metrics, data_collator=loader.collate_fn)
+    theirs = judge.evaluate(loader.dataset)
+    assert rows["a", "val_sum"] == theirs["eval_sum"] and rows["a", "val_labels"] == theirs["eval_labels"] > 0
 
 
 def test_perplexity_is_over_all_tokens_and_not_a_mean_of_batches():
@@ -106,10 +158,9 @@ def test_models_of_other_kinds_are_scored_without_a_shift():
     module.validation_step(batch, 0)
     expected = F.cross_entropy(tokens(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten())
     torch.testing.assert_close(module.val_metrics["tokens"].compute()["loss"], expected.detach())
-    sizes = {"vocab_size": 258, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
-    t5 = HFModule(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)))
-    assert not t5.shifts and HFModule(llama()).shifts and HFModule(peft_llama()).shifts
-    assert torch.isfinite(t5.training_step({"input_ids": batch["input_ids"], "labels": batch["labels"]}, 0))
+    decoder = HFModule(t5())
+    assert not decoder.shifts and HFModule(llama()).shifts and HFModule(peft_llama()).shifts
+    assert torch.isfinite(decoder.training_step({"input_ids": batch["input_ids"], "labels": batch["labels"]}, 0))
 
 
 def test_scores_of_a_federation_of_classifiers(tmp_path):
@@ -159,14 +210,22 @@ def test_steps_are_those_of_transformers_trainer(tmp_path):
     assert differs(global_state(ours), module_state(module))
 
 
+def test_a_model_as_from_pretrained_gives_it_trains_with_its_dropout(tmp_path):
+    bert(num_labels=3).save_pretrained(tmp_path)
+    module = HFModule(transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path), lr=1e-2)
+    assert all(part.training for part in module.modules())
+    fresh = HFModule(bert(num_labels=3), lr=1e-2)
+    same(*(global_state(federate(one, classes(), [FedAvg()], max_rounds=1)) for one in (module, fresh)))
+
+
 def test_arguments_without_a_counterpart_are_named(tmp_path):
     def read(**options):
         return HFModule.from_trainer(
             llama(), transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **options)
         )
 
-    with pytest.warns(UserWarning, match=r"label_smoothing_factor=0.1 \(no counterpart\)") as caught:
-        module = read(label_smoothing_factor=0.1, lr_scheduler_type="cosine", learning_rate=2e-4, optim="sgd")
+    with pytest.warns(UserWarning, match=r"neftune_noise_alpha=5 \(no counterpart\)") as caught:
+        module = read(neftune_noise_alpha=5, lr_scheduler_type="cosine", learning_rate=2e-4, optim="sgd")
     assert (module.hparams.schedule, module.hparams.lr, module.hparams.optimizer) == ("cosine", 2e-4, "sgd")
     (said,) = (str(one.message) for one in caught if "Not read" in str(one.message))
     assert "accelerator_config" not in said and "disable_tqdm" not in said  # which nobody has set
