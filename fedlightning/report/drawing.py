@@ -103,7 +103,11 @@ def count_along_x(axes: Axes) -> None:
 def label_logarithms(axis: Axis) -> None:
     """Label a logarithmic axis at powers of ten, and at 2 and 5 times these, which are few enough for any axis."""
     axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(lambda value, place=0: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+
+    def label(value: float, place: float) -> str:
+        return f"{value:g}" if f"{value:e}"[0] in "25" else ""
+
+    axis.set_minor_formatter(label)
 
 
 def settle(figure: Figure) -> None:

@@ -24,8 +24,8 @@ def layers(context: Context) -> Section | None:
     paths = {key: scored.run.path for key, scored in context.study.data.finished.items()}
     if not any(path is not None and (path / "layers.csv").exists() for path in paths.values()):
         return None  # before callbacks are imported, and with them Lightning
-    from fedlightning.callbacks.diagnostics.layer_figures import short
     from fedlightning.callbacks.diagnostics.layers import correlation_rows, read_layers, transition_ranges
+    from fedlightning.callbacks.diagnostics.sensitivity_figure import short
 
     order = [row["method"] for row in context.overview]
     tables: dict[tuple[str, int], list[LayerRow]] = {}
@@ -53,7 +53,8 @@ def layers(context: Context) -> Section | None:
 
 
 def _over_layers(context: Context, tables: dict[tuple[str, int], list[LayerRow]]) -> Gallery | None:
-    from fedlightning.callbacks.diagnostics.layer_figures import layer_numbers, short
+    from fedlightning.callbacks.diagnostics.layer_figures import layer_numbers
+    from fedlightning.callbacks.diagnostics.sensitivity_figure import short
 
     methods = list(dict.fromkeys(method for method, _ in tables))
     rows: list[dict[str, Any]] = []
