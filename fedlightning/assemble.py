@@ -67,7 +67,7 @@ from fedlightning.server.progress import RichProgress
 from fedlightning.server.server import Server
 from fedlightning.stacked.vectorized_engine import choose
 from fedlightning.storage.files import is_writing_process
-from fedlightning.virtual_time.timeline import Timeline
+from fedlightning.virtual_time.clock import Timeline
 
 CLIENT_PARTS = ClientParts(
     fitters=(FastFitter,),

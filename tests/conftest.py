@@ -206,11 +206,11 @@ def _nobody_pulls_the_plug() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def timelines_are_drawn() -> Iterator[Callable[..., None]]:
     """Leave out the picture at the end of a run with a clock. Gives the function that draws it."""
-    from fedlightning.virtual_time import timeline
+    from fedlightning.virtual_time import clock
 
     with pytest.MonkeyPatch.context() as patch:
-        real = timeline.draw_timeline
-        patch.setattr(timeline, "draw_timeline", lambda folder, rounds: None)
+        real = clock.draw_timeline
+        patch.setattr(clock, "draw_timeline", lambda folder, rounds: None)
         yield real
 
 

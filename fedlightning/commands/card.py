@@ -19,7 +19,7 @@ from fedlightning.scores.metric_names import higher_is_better
 from fedlightning.storage.files import read_json
 from fedlightning.study.calibration import wilson
 from fedlightning.study.finished_runs import Run, load_run
-from fedlightning.study.units import target_of
+from fedlightning.study.target_units import target_of
 
 DESCRIPTION = """\
 Write a model card (README.md) and copy the global model and the configuration beside it: a folder that

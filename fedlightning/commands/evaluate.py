@@ -28,7 +28,7 @@ from fedlightning.study.comparison_files import as_csv, flat, plain
 from fedlightning.study.data import Table
 from fedlightning.study.finished_runs import read_config
 from fedlightning.study.samples import Predicted
-from fedlightning.study.units import Target, target_of
+from fedlightning.study.target_units import Target, target_of
 from fedlightning.trainer import FederatedTrainer
 
 FILE = "evaluation"

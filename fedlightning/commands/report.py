@@ -137,7 +137,7 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
     from fedlightning.study.external_validation import sites_of
     from fedlightning.study.finished_runs import load_study
     from fedlightning.study.study import Study
-    from fedlightning.study.units import target_of
+    from fedlightning.study.target_units import target_of
 
     study = Study(load_study(runs), metric=metric, checkpoint=checkpoint)
     table = _by_method("own data", "worst", "all data", "global", "to the best", "MB", "seeds")

@@ -35,7 +35,7 @@ from fedlightning.storage.files import is_writing_process, read_json, save_tenso
 from fedlightning.study.client_failures import failures_line
 from fedlightning.study.comparison_files import as_csv
 from fedlightning.study.finished_runs import read_config
-from fedlightning.study.units import Target, target_of
+from fedlightning.study.target_units import Target, target_of
 from fedlightning.trainer import FederatedTrainer
 
 Attack = Literal["usual", "ratio", "canaries", "inversion"]

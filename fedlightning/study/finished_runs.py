@@ -16,7 +16,7 @@ from fedlightning.scores.metric_names import bare
 from fedlightning.scores.rows import Row, read_rows
 from fedlightning.storage.files import UnreadableError, read_json
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL, UNSEEN
-from fedlightning.study.units import target_of
+from fedlightning.study.target_units import target_of
 
 STUDY_FILE, SUMMARY_FILE = "study.json", "summary.json"
 DEPLOYED = "deployed"

@@ -51,7 +51,7 @@ def ranks(studies: Mapping[str, Study], alpha: float = 0.05) -> dict[str, Any]:
 def seed_ranks(study: Study, alpha: float = 0.05) -> dict[str, Any]:
     """Rank the methods over the seeds of one study.
 
-    Seeds are no data sets: this says which order the splits agree on, and nothing about other data. Methods that lack a
+    Seeds are not data sets: this says which order the splits agree on, and nothing about other data. Methods that lack a
     seed, or diverged at one, are left out.
     """
     data = study.data

@@ -1,13 +1,16 @@
 """The virtual clock of a federation.
 
 Synchronous rounds on a virtual clock: how long they last, who is late, who can be reached.
+
+What happened when: `timeline.csv`, written a row for each job that has come back, and drawn.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedlightning.client.record import ClientRecord
@@ -17,9 +20,13 @@ from fedlightning.engines.attempts import FederationError
 from fedlightning.engines.contract import Engine
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.ranges import checked
+from fedlightning.run.job_timeline import TIMELINE_FILE, read_trips, timeline_figure
+from fedlightning.scores.rows import Row
 from fedlightning.server.loop import keep_local_record
+from fedlightning.server.parts import Part
 from fedlightning.server.round_clock import Clock, RoundClock
 from fedlightning.server.server import Server
+from fedlightning.storage.files import add_round, writing
 from fedlightning.virtual_time.availability import AlwaysAvailable, Availability
 from fedlightning.virtual_time.in_flight import SampleForecast
 from fedlightning.virtual_time.settings import Described
@@ -27,8 +34,7 @@ from fedlightning.virtual_time.speed import SampleSpeed, Speed
 from fedlightning.virtual_time.transfer_times import FixedLink, Link
 
 if TYPE_CHECKING:
-    from fedlightning.engines.contract import Engine
-    from fedlightning.server.server import Server
+    from fedlightning.server.federation import Federation
 
 
 def unreachable(server: Server, progress: str = "") -> FederationError:
@@ -303,3 +309,36 @@ class VirtualClock(Described, Clock):
                 f"{type(self.availability).__name__} never lets in {len(never)} of the {len(clients)} clients ('{never[0]}', "
                 "...): they take no part in training."
             )
+
+
+COLUMNS = tuple(entry.name for entry in fields(JobTrace))
+
+
+class Timeline(Part):
+    """Writes and draws what happened when, where the loop has a clock."""
+
+    def on_round_scored(self, federation: Federation, rows: Sequence[Row], updates: Sequence[Update]) -> None:
+        folder, trips = federation.server.run_dir, federation.loop.trips
+        if folder is not None and federation.recorder.writes and trips:
+            append_job_traces(folder, trips)
+
+    def on_end(self, federation: Federation) -> None:
+        folder, loop = federation.server.run_dir, federation.loop
+        if folder is not None and federation.recorder.writes and loop.clock is not None:
+            draw_timeline(folder, {int(entry["round"]): entry["time"] for entry in federation.history})
+
+
+def append_job_traces(folder: Path, trips: Sequence[JobTrace]) -> None:
+    """Add a round to the timeline. Rows of this round and later ones, left by a run that was resumed, go."""
+    if not trips:
+        return
+    add_round(folder / TIMELINE_FILE, COLUMNS, trips[0].round, [astuple(trip) for trip in trips])
+
+
+def draw_timeline(folder: Path, rounds: Mapping[int, float]) -> None:
+    """Draw a run's timeline to `figures/timeline.png`, if it has one."""
+    rows, path = read_trips(folder), folder / "figures" / "timeline.png"
+    if rows:
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            timeline_figure(rows, rounds).savefig(path, dpi=150)

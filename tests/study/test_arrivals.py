@@ -18,7 +18,7 @@ from fedlightning.run.job_timeline import TIMELINE_FILE, read_trips, timeline_fi
 from fedlightning.study.comparison_files import write_comparison
 from fedlightning.study.finished_runs import load_study
 from fedlightning.study.study import Study
-from fedlightning.virtual_time.timeline import COLUMNS, append_job_traces, draw_timeline
+from fedlightning.virtual_time.clock import COLUMNS, append_job_traces, draw_timeline
 from tests.report.made_up import make_study
 from tests.report.reader import Reader
 

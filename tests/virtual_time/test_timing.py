@@ -174,7 +174,7 @@ def test_a_plan_that_visits_whom_it_likes_gets_nobody_who_is_away(tmp_path: Path
 def test_resume_and_the_timeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timelines_are_drawn: Callable[..., None]
 ):
-    monkeypatch.setattr("fedlightning.virtual_time.timeline.draw_timeline", timelines_are_drawn)
+    monkeypatch.setattr("fedlightning.virtual_time.clock.draw_timeline", timelines_are_drawn)
     clock = VirtualClock(SampleSpeed(0.1, overhead=0.5), availability=BernoulliAvailability(0.5, slot=2.0))
     loop, module = Synchronous(clock, deadline=3.0), Toy("momentum")
 

@@ -16,7 +16,7 @@ from fedlightning.resume.manifest import whole
 from fedlightning.scores.metric_names import DEFAULTS, bare
 from fedlightning.storage.files import read_json
 from fedlightning.study.finished_runs import natural
-from fedlightning.study.units import Target, target_of
+from fedlightning.study.target_units import Target, target_of
 
 COLUMNS = ("round", "stage", "model", "checkpoint", "data", "split", "client", "metric", "value", "num_samples")
 SHOWN_CLIENTS, SHOWN_FAILURES = 500, 50

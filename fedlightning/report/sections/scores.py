@@ -11,7 +11,7 @@ from fedlightning.report.figures.spread import against
 from fedlightning.report.html import Picture, Section
 from fedlightning.scores.metric_names import bare, higher_is_better, metric_label
 from fedlightning.study.columns import GLOBAL, LOCAL, POOLED, STAGES
-from fedlightning.study.units import target_of
+from fedlightning.study.target_units import target_of
 
 
 def overview(context: Context) -> Section | None:

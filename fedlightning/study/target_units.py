@@ -55,7 +55,7 @@ class Target:
         return converted
 
     def in_words(self, metric: str) -> str | None:
-        """Return in what units a metric is; `None` where it is no error of a regression, or that is not known.
+        """Return in what units a metric is; `None` where it is not an error of a regression, or that is not known.
 
         Example:
             >>> Target("days", 6.0).in_words("mse")

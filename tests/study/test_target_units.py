@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedlightning.study.units import Target, target_of
+from fedlightning.study.target_units import Target, target_of
 
 TABLE = {"class_path": "fedlightning.datamodules.TabularFederatedDataModule", "init_args": {"target": "days"}}
 SCALED = {**TABLE, "init_args": {"target": "days", "target_statistics": [12.0, 6.0]}}
