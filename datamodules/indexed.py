@@ -192,7 +192,6 @@ class IndexedFederatedDataModule(FederatedDataModule):
         """Refuse labels, groups and rows that do not go with the samples of a split."""
         count = len(split.dataset)  # type: ignore[arg-type]
         check_each(self, count, labels=split.labels, groups=split.groups)
-        homes: dict[int, str] = {}
         for client, rows in zip(client_ids, split.indices, strict=True):
             array = np.asarray(rows)
             if len(array) and (array.dtype.kind not in "iu" or array.max() >= count or array.min() < -count):
@@ -201,14 +200,6 @@ class IndexedFederatedDataModule(FederatedDataModule):
                     f"{type(self).__name__}: client {client!r} has the row {wrong} in its {name} split, and there are "
                     f"{count} samples. Give whole numbers, counted from 0."
                 )
-            for group in (
-                [] if split.groups is None else np.unique(np.asarray(split.groups)[array.astype(np.int64)]).tolist()
-            ):
-                if homes.setdefault(group, client) != client:
-                    raise ValueError(
-                        f"{type(self).__name__}: group {group} has {name} samples at clients {homes[group]!r} and "
-                        f"{client!r}. Give all samples of a group (a patient) to one client."
-                    )
 
     def _without_public(self, client_ids: list[str], splits: Mapping[str, Split]) -> Split:
         """Take the public samples from the clients; return the training split without them."""

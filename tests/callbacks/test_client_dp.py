@@ -377,7 +377,7 @@ def test_releases_do_not_exceed_the_budget(tmp_path):
         ({}, {"rate": 0.1}, "one noise_multiplier, rate and noise_seed"),
         ({}, {"noise_multiplier": 5.0}, "one noise_multiplier, rate and noise_seed"),
         ({}, {"noise_seed": None}, "one noise_multiplier, rate and noise_seed"),
-        (None, {}, "1 rounds of this run were without ClientDP"),
+        (None, {}, "1 rounds were without ClientDP"),
     ],
 )
 def test_a_resumed_run_cannot_change_what_was_accounted_for(tmp_path, first, second, reason):

@@ -287,7 +287,7 @@ def test_a_client_without_a_step_gets_its_price_back_and_is_no_player():
     for client in "abc":
         ledger.pay(client, "cluster 1", 1.0)
     found = {"a": answer("a"), "b": answer("b", steps=0), "c": answer("c", error="NaN")}
-    steps = alone()._train(Desk(), ledger, {"cluster 1": list("abc")})
+    steps = alone()._train(ledger, {"cluster 1": list("abc")})
     answers, jobs = carried_out(steps, lambda job: found[job.client])
     assert [update.client for update in answers["cluster 1"]] == ["a"] and all(job.keep for job in jobs)
     assert ledger.balances == {"a": 1.0, "b": 2.0, "c": 2.0} and ledger.pools == {"cluster 1": 1.0}

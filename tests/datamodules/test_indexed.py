@@ -47,7 +47,6 @@ class Mine(IndexedFederatedDataModule):
         ({"rows": [[0, 1], [2, 5]]}, "client 'b' has the row 5 in its train split, and there are 5 samples"),
         ({"rows": [[-6], [2, 3]]}, "client 'a' has the row -6"),
         ({"rows": [[0.0, 1.0], [2]]}, "client 'a' has the row float64"),
-        ({"groups": np.array([7, 8, 9, 9, 7])}, "group 7 has train samples at clients 'a' and 'b'"),
     ],
 )
 def test_labels_groups_and_rows_go_with_the_samples(given, sentence) -> None:

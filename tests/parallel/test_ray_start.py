@@ -77,7 +77,7 @@ def test_a_start_that_hangs_is_not_waited_for_without_end(monkeypatch):
 
 
 def test_a_ray_of_our_own_without_any_worker_ends_the_run(monkeypatch):
-    engine = SimpleNamespace(_workers={}, _since=0.0, _told=True, _needs=(1.0, 0.0))
+    engine = SimpleNamespace(_workers={}, _since=0.0, _has_warned=True, _needs=(1.0, 0.0))
     monkeypatch.setattr(ray_engine, "PATIENCE", 0.01)
     monkeypatch.setattr(ray_engine, "LIMIT", -1.0)
     monkeypatch.setattr(ray_cluster, "_own", True)

@@ -15,7 +15,7 @@ def test_without_a_clock_everything_passes_as_it_is():
     messages = iter([])
     assert NO_CLOCK.sent(messages) is messages
     NO_CLOCK.end()
-    assert NO_CLOCK.trips == () and NO_CLOCK.heard == {}
+    assert NO_CLOCK.trips == () and NO_CLOCK.neighbour_models == {}
 
 
 def test_the_virtual_clock_is_one_that_synchronous_rounds_can_ask():
