@@ -485,6 +485,8 @@ def test_the_table_of_clients_is_of_the_metric_that_runs_are_compared_by() -> No
 
 def test_important_metrics_come_first() -> None:
     assert important_metrics(rows()) == ["accuracy", "loss", "my_score"]
+    assert important_metrics(rows(), headline="loss") == ["loss", "accuracy", "my_score"]
+    assert important_metrics(rows(), headline="not there") == important_metrics(rows())
     table = client_table(rows())
     assert table is not None
     assert table.row_count == 3
@@ -500,6 +502,9 @@ def test_what_does_not_fit_is_named() -> None:
     console = Console(width=60, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     print_results(rows(), console=console)
     assert "No room for loss, my_score; the results have them." in " ".join(console.export_text().split())
+    print_results(rows(), console=console, headline="my_score")
+    text = " ".join(console.export_text().split())
+    assert "No room for accuracy, loss; the results have them." in text and "test data: my_score" in text
 
 
 def test_a_model_for_which_there_is_room_is_shown() -> None:

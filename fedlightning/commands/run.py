@@ -34,7 +34,8 @@ from fedlightning.scores.table import evaluation_line, important_metrics, print_
 from fedlightning.storage.files import is_writing_process, read_json, save_tensors, write_text_atomically, writing
 from fedlightning.study.client_failures import failures_line
 from fedlightning.study.comparison_files import as_csv
-from fedlightning.study.finished_runs import read_config
+from fedlightning.study.finished_runs import SUMMARY_FILE, load_run, read_config
+from fedlightning.study.run_scores import common_metric
 from fedlightning.study.target_units import Target, target_of
 from fedlightning.trainer import FederatedTrainer
 
@@ -195,9 +196,13 @@ class Commands(CommandLine):
 
     def _print(self, results: list[dict[str, Any]], split: str, screen: Console) -> None:
         """Print a table of scores; errors of a regression in the units of its target."""
-        target = Target() if self.trainer.run is None else target_of(read_config(self.trainer.run.path))
-        print_results(target.results(results), split, screen)
-        shown_metric = next(iter(important_metrics([row for row in results if row["split"] == split])), "")
+        path = None if self.trainer.run is None else self.trainer.run.path
+        target = Target() if path is None else target_of(read_config(path))
+        is_finished = path is not None and (path / SUMMARY_FILE).exists()
+        headline = common_metric([load_run(path)], split) if path is not None and is_finished else None
+        print_results(target.results(results), split, screen, headline)
+        of_split = [row for row in results if row["split"] == split]
+        shown_metric = next(iter(important_metrics(of_split, headline=headline)), "")
         if (units := target.in_words(shown_metric)) is not None:
             say(screen, f"\n{units}", markup=False)
 

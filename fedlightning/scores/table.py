@@ -33,10 +33,10 @@ Result = dict[str, Any]
 """A row of `summary.json`: see :func:`fedlightning.scores.metric_names.summarise`."""
 
 
-def important_metrics(results: Sequence[Result], limit: int | None = None) -> list[str]:
+def important_metrics(results: Sequence[Result], limit: int | None = None, headline: str | None = None) -> list[str]:
     """Return the metrics in `results` without their split, the most important first; others follow in the module's order.
 
-    Both `test_loss` and `test/loss` are `loss`.
+    Both `test_loss` and `test/loss` are `loss`. A headline among them comes before all others.
 
     Example:
         >>> rows = [{"metric": f"test_{name}", "split": "test"} for name in ("loss", "dice", "accuracy")]
@@ -44,7 +44,7 @@ def important_metrics(results: Sequence[Result], limit: int | None = None) -> li
         ['accuracy', 'dice', 'loss']
     """
     metrics = list(dict.fromkeys(bare(row) for row in results))
-    defaults = [name for name in DEFAULTS if name in metrics]
+    defaults = [name for name in dict.fromkeys([headline, *DEFAULTS]) if name in metrics]
     return (defaults + [name for name in metrics if name not in defaults])[:limit]
 
 
@@ -54,7 +54,13 @@ def bare(row: Result) -> str:
     return name.removeprefix(f"{row['split']}_").removeprefix(f"{row['split']}/")
 
 
-def results_table(results: Sequence[Result], split: str = "test", width: int = 80, unseen: bool = False) -> Table:
+def results_table(
+    results: Sequence[Result],
+    split: str = "test",
+    width: int = 80,
+    unseen: bool = False,
+    headline: str | None = None,
+) -> Table:
     """Return a table with models as rows and metrics as columns: mean ± standard deviation over clients."""
     rows = [
         row
@@ -68,7 +74,7 @@ def results_table(results: Sequence[Result], split: str = "test", width: int = 8
     deployed = next((key for key in reversed(order) if key in DEPLOYED), None)
     label_width = sum(3 + max(len(text), *(len(key[i]) for key in order)) for i, text in enumerate(_LABEL_COLUMNS))
     cell = max((len(_mean_std(row)) for row in rows), default=_CELL)
-    metrics = important_metrics(rows, limit=max(1, (width - label_width) // (max(cell, _CELL) + 3)))
+    metrics = important_metrics(rows, max(1, (width - label_width) // (max(cell, _CELL) + 3)), headline)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for column in _LABEL_COLUMNS:
         table.add_column(column, no_wrap=True)
@@ -94,11 +100,17 @@ def _is_repeated(groups: Mapping[tuple[str, str, str], Mapping[str, Result]], ke
     )
 
 
-def client_table(results: Sequence[Result], split: str = "test", width: int = 80, unseen: bool = False) -> Table | None:
+def client_table(
+    results: Sequence[Result],
+    split: str = "test",
+    width: int = 80,
+    unseen: bool = False,
+    headline: str | None = None,
+) -> Table | None:
     """Return a table with clients as rows and models as columns: one metric on each client's own data."""
     rows = [row for row in results if row["split"] == split and row["data"] == LOCAL]
     rows = [row for row in rows if (row["model"] == UNSEEN) == unseen]
-    metric = next(iter(important_metrics(rows)), None)
+    metric = next(iter(important_metrics(rows, headline=headline)), None)
     columns = {(row["checkpoint"], row["stage"]): row for row in rows if bare(row) == metric}
     if not columns:
         return None
@@ -116,8 +128,17 @@ def client_table(results: Sequence[Result], split: str = "test", width: int = 80
     return table
 
 
-def print_results(results: Sequence[Result], split: str = "test", console: Console | None = None) -> None:
-    """Print the results of a run, and those of each client if there are at most :data:`MAX_CLIENT_ROWS`."""
+def print_results(
+    results: Sequence[Result], split: str = "test", console: Console | None = None, headline: str | None = None
+) -> None:
+    """Print the results of a run, and those of each client if there are at most :data:`MAX_CLIENT_ROWS`.
+
+    Args:
+        results: The rows.
+        split: Which of them.
+        console: Where to.
+        headline: Metric that comes first and is shown for each client; by default the first of `DEFAULTS` that is there.
+    """
     console = console or Console()
     if not any(row["split"] == split for row in results):
         console.print(f"There are no results on the '{split}' split.")
@@ -130,15 +151,15 @@ def print_results(results: Sequence[Result], split: str = "test", console: Conso
             continue
         whose = "Unseen clients, which took no part in training: results" if unseen else "Results"
         console.print(f"{whose} on {words} (mean ± standard deviation over clients)", style="bold")
-        table = results_table(results, split, console.width, unseen)
+        table = results_table(results, split, console.width, unseen, headline)
         print_whole(console, table)
         console.print(_caption(rows), highlight=False)
-        if left := important_metrics(rows)[len(table.columns) - len(_LABEL_COLUMNS) :]:
+        if left := important_metrics(rows, headline=headline)[len(table.columns) - len(_LABEL_COLUMNS) :]:
             console.print(f"No room for {listed(left)}; the results have them.", highlight=False)
         ids = {client for row in rows if row["data"] == LOCAL for client in row["per_client"]}
-        by_client = client_table(results, split, width=console.width, unseen=unseen)
+        by_client = client_table(results, split, console.width, unseen, headline)
         if by_client is not None and 1 < len(ids) <= MAX_CLIENT_ROWS:
-            metric = important_metrics(rows)[0]
+            metric = important_metrics(rows, headline=headline)[0]
             each = "Each unseen client" if unseen else "Each client"
             console.print(f"\n{each} on its own {words}: {_LABELS.get(metric, metric)}", style="bold")
             print_whole(console, by_client)
