@@ -194,6 +194,7 @@ class TextFolderDataModule(TextDataModule):
         (['0', '1'], ['ham', 'spam'], 6)
     """
 
+    @checked
     def __init__(
         self,
         root: str,

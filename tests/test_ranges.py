@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import numpy as np
@@ -333,7 +335,24 @@ def _samples() -> TensorDataset:
     return TensorDataset(torch.zeros(4, 2), torch.zeros(4).long())
 
 
+TEXTS = tempfile.TemporaryDirectory()
+
+
+def _text_folder() -> str:
+    for name in "ab":
+        for number in range(4):
+            file = Path(TEXTS.name, name, f"{number}.txt")
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("text")
+    return TEXTS.name
+
+
 NEEDED = {
+    "TextFolderDataModule": lambda: {
+        "root": _text_folder(),
+        "partitioner": datamodules.IIDPartitioner(2),
+        "tokenizer": datamodules.ByteTokenizer(),
+    },
     "PrivateLR": lambda: {"factor": 1.0},
     "ClientDP": lambda: {"delta": 1e-3, "noise_multiplier": 1.0},
     "SampleDP": lambda: {"delta": 1e-3, "noise_multiplier": 1.0},
