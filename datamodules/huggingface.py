@@ -18,7 +18,7 @@ from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import as_classes, check_classes, encode
 from fedlightning.datamodules.partitioners import NaturalPartitioner
 from fedlightning.datamodules.plans import Partitioner
-from fedlightning.errors import missing_package
+from fedlightning.errors import import_package
 from fedlightning.ranges import Length, ShareBelowOne, checked, exactly_one
 
 _VALIDATION = ("validation", "val", "valid", "dev")
@@ -156,12 +156,7 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
 
     def _tables(self) -> dict[str, Any]:
         """Return the table of each split."""
-        try:
-            import datasets
-        except ImportError as error:
-            raise ImportError(
-                missing_package("HuggingFaceDataModule reads by the package datasets", "huggingface")
-            ) from error
+        datasets = import_package("datasets", "HuggingFaceDataModule reads by the package datasets", "huggingface")
         source = self.source
         if isinstance(source, str | Path):
             saved = any(Path(source, name).is_file() for name in ("dataset_dict.json", "state.json"))

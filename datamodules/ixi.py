@@ -15,7 +15,7 @@ from fedlightning.datamodules.csv_tables import column_of, extreme_of, read_tabl
 from fedlightning.datamodules.federated_data import clients_here
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.views import FileSamples
-from fedlightning.errors import missing_package
+from fedlightning.errors import import_package
 from fedlightning.ranges import ShareBelowOne, checked
 
 HOSPITALS = ("Guys", "HH", "IOP")
@@ -156,10 +156,7 @@ def _only(folder: Path) -> Path:
 
 def _volume(path: Path) -> Tensor:
     """Return the values of a NIfTI file, float32 of three dimensions."""
-    try:
-        import nibabel
-    except ImportError as error:
-        raise ImportError(missing_package("IXI's images are read by nibabel", "clinical")) from error
+    nibabel = import_package("nibabel", "IXI's images are read by nibabel", "clinical")
     try:
         values = np.asarray(nibabel.load(path).get_fdata(dtype=np.float32))
     except Exception as error:  # of a damaged file: gzip's, nibabel's own, ValueError, EOFError

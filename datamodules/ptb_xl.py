@@ -16,7 +16,7 @@ from fedlightning.datamodules.federated_data import sort_clients
 from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.views import FileSamples
-from fedlightning.errors import missing_package
+from fedlightning.errors import import_package
 from fedlightning.ranges import NonNegativeInt, checked
 
 LEADS = ("I", "II", "III", "AVR", "AVL", "AVF", "V1", "V2", "V3", "V4", "V5", "V6")
@@ -182,10 +182,7 @@ class Records(FileSamples):
 
     def read(self, index: int) -> Tensor:
         path = self.paths[index]
-        try:
-            import wfdb
-        except ImportError as error:
-            raise ImportError(missing_package("PTB-XL's records are read by wfdb", "clinical")) from error
+        wfdb = import_package("wfdb", "PTB-XL's records are read by wfdb", "clinical")
         try:
             record = wfdb.rdrecord(str(path), physical=False)
             sums = [None if checksum is None else checksum % 65536 for checksum in record.checksum]

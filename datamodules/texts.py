@@ -18,6 +18,7 @@ from fedlightning.datamodules.federated_data import SPLITS
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.plans import Partitioner
 from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.errors import import_package
 from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
 from fedlightning.seeding import generator
 
@@ -208,9 +209,8 @@ class TextFolderDataModule(TextDataModule):
         seed: int = 0,
     ) -> None:
         if isinstance(tokenizer, str):
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+            needs = "A tokenizer from a folder needs transformers, which peft brings along"
+            tokenizer = import_package("transformers", needs, "lora").AutoTokenizer.from_pretrained(tokenizer)
         files = sorted(file for file in Path(root).glob("*/*") if file.is_file())
         if not files:
             raise FileNotFoundError(f"There are no texts in {root}; write {root}/<class>/<file>, as ham/0001.txt.")

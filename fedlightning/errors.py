@@ -7,8 +7,10 @@ import shlex
 import sys
 import warnings
 from collections.abc import Iterable, Sized
+from importlib import import_module
 from multiprocessing import get_all_start_methods
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 INSIDE = {"fedlightning", "lightning", "torch", "torchmetrics", "jsonargparse", *sys.stdlib_module_names}
@@ -68,6 +70,29 @@ def missing_package(needs: str, extra: str) -> str:
     """
     command = shlex.join(["pip", "install", *EXTRAS[extra]])
     return f"{needs}, which is not installed: {command} (in a checkout: pip install -e '.[{extra}]')."
+
+
+def import_package(module: str, needs: str, extra: str) -> ModuleType:
+    """Import a module of an optional package.
+
+    Args:
+        module: Its name.
+        needs: What needs which package, the beginning of the sentence.
+        extra: The extra that the package is in.
+
+    Raises:
+        ImportError: If the package is not installed; one that is there and lacks another says so itself.
+
+    Example:
+        >>> import_package("json", "This needs json", "lora").__name__
+        'json'
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != module.partition(".")[0]:
+            raise
+        raise ImportError(missing_package(needs, extra)) from error
 
 
 def refuse_without_posix(what: str, way_out: str) -> None:

@@ -6,12 +6,11 @@ The libraries are imported only when one is made.
 from __future__ import annotations
 
 import difflib
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from fedlightning.errors import missing_package
+from fedlightning.errors import import_package
 from fedlightning.models.networks import Size, head_name
 from fedlightning.models.recipes import recorded
 from fedlightning.ranges import PositiveInt, checked
@@ -51,7 +50,7 @@ class TimmNet(nn.Module):
         model_args: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        timm = _timm()
+        timm = import_package("timm", "TimmNet needs timm", "vision")
         if ":" not in model_name and not timm.is_model(model_name.partition(".")[0]):  # timm checks "hf-hub:..."
             close = difflib.get_close_matches(model_name, timm.list_models(), n=5)
             hint = f"Did you mean {', '.join(close)}?" if close else "timm.list_models() names them all."
@@ -98,17 +97,6 @@ def timm_model(
     return TimmNet(model_name, num_classes, in_chans, pretrained, model_args=kwargs)
 
 
-def _timm() -> ModuleType:
-    try:
-        import timm
-    except ModuleNotFoundError as error:
-        if error.name != "timm":
-            raise
-        raise ImportError(missing_package("TimmNet needs timm", "vision")) from error
-    module: ModuleType = timm
-    return module
-
-
 def load_pretrained(
     folder: str,
     task: str = "SequenceClassification",
@@ -127,14 +115,12 @@ def load_pretrained(
         >>> from fedlightning.models import load_pretrained
         >>> load_pretrained("MiniLM", num_labels=2, adapters={"r": 8, "target_modules": ["query"]})  # doctest: +SKIP
     """
-    import transformers
-
+    transformers = import_package("transformers", "load_pretrained needs transformers, which peft brings along", "lora")
     options = {} if num_labels is None else {"num_labels": num_labels}
     model: nn.Module = getattr(transformers, f"AutoModelFor{task}").from_pretrained(folder, **options)
     if adapters is None:
         return model
-    import peft
-
+    peft = import_package("peft", "load_pretrained(adapters=...) needs peft", "lora")
     adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**adapters))
     return adapted
 
@@ -174,12 +160,9 @@ class MonaiUNet(nn.Module):
         units: int = 2,
     ) -> None:
         super().__init__()
-        try:
-            from monai.networks.nets import UNet
-        except ImportError as error:
-            raise ImportError(missing_package("MonaiUNet needs MONAI", "clinical")) from error
+        nets = import_package("monai.networks.nets", "MonaiUNet needs MONAI", "clinical")
         strides = [2] * (len(widths) - 1)
-        self.model = UNet(
+        self.model = nets.UNet(
             dimensions, in_channels, num_classes, list(widths), strides, num_res_units=units, norm="instance"
         )
 

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fedlightning.errors import missing_package
+from fedlightning.errors import import_package
 from fedlightning.tensors import tied_names
 from fedlightning.wrappers.mixing import AddedParametersMixin, mix, mixins_of
 from fedlightning.wrappers.submodel import shrink_layer
@@ -95,7 +95,7 @@ def add_adapters(
         >>> adapter_names(module)  # doctest: +SKIP
         ['net.fc1.lora_A.default.weight', 'net.fc1.lora_B.default.weight', 'net.fc2.bias']
     """
-    peft = _peft()
+    peft = import_package("peft", "Low-rank adapters need peft", "lora")
     if r is None:
         return _adopt_adapters(module, peft, train_a)
     present = next((path for path, child in module.named_modules() if isinstance(child, _tuned(peft))), None)
@@ -239,7 +239,7 @@ def save_peft(module: nn.Module, folder: str | Path, base: nn.Module) -> None:
     Raises:
         ValueError: If the module has no LoRA adapters, or its frozen network is not `base`, as after FLoRA and FedExLoRA.
     """
-    peft, layers = _peft(), adapted_layers(module)
+    peft, layers = import_package("peft", "Low-rank adapters need peft", "lora"), adapted_layers(module)
     network: Any = module.model
     if hasattr(network, "peft_config"):
         network.save_pretrained(folder)
@@ -388,13 +388,3 @@ def _without_fast_path(module: nn.Module) -> Iterable[tuple[str, str, Any]]:
 
 def _is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "lora_B")
-
-
-def _peft() -> ModuleType:
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        if error.name != "peft":
-            raise
-        raise ImportError(missing_package("Low-rank adapters need peft", "lora")) from error
-    return peft

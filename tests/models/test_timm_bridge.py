@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedlightning.models import Classifier, TimmNet, timm_model
+from fedlightning.models import Classifier, TimmNet, load_pretrained, timm_model
 
 needs_timm = pytest.mark.skipif("not __import__('importlib.util').util.find_spec('timm')", reason="timm is an extra")
 
@@ -86,6 +86,12 @@ def test_without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ImportError, match=r"pip install 'timm>=\S+' 'torchvision>="):
         TimmNet("resnet18", 2)
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"load_pretrained needs transformers.* not installed: pip install 'peft>="):
+        load_pretrained("folder")
 
 
 @pytest.mark.slow
