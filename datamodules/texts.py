@@ -74,7 +74,7 @@ class TextDataModule(LoaderDataModule):
         collator: Makes a batch of a list of tokenized rows, as those of transformers do. `None`: as above.
 
     Raises:
-        ValueError: If a row has none of these columns, packed rows have labels, or a client has no training text.
+        ValueError: If a row has none of these columns or no token, packed rows have labels, or a client has no training text.
 
     Example:
         >>> from fedlightning.datamodules.texts import ByteTokenizer, TextDataModule
@@ -133,6 +133,9 @@ class TextDataModule(LoaderDataModule):
     def _tokenized(self, rows: Any, client: str, split: str) -> list[dict[str, Any]]:
         tokenized = [self._row(row, f"Row {number} of client '{client}' ({split})") for number, row in enumerate(rows)]
         if not self.packing:
+            empty = next((number for number, row in enumerate(tokenized) if not len(row["input_ids"])), None)
+            if empty is not None:  # a row of padding has scores too, of nothing
+                raise ValueError(f"Row {empty} of client '{client}' ({split}) has no tokens. Leave out empty texts.")
             return [{name: cut(value, self.max_length) for name, value in row.items()} for row in tokenized]
         if any("labels" in row for row in tokenized):
             raise ValueError(
@@ -163,9 +166,10 @@ class TextDataModule(LoaderDataModule):
 
 
 class TextFolderDataModule(TextDataModule):
-    """Texts in folders of their classes, `root/<class>/<file>`, that a partitioner divides among clients.
+    """Texts in folders of their classes, `root/<class>/<file>` in UTF-8, that a partitioner divides among clients.
 
-    Test and validation texts are cut from each client's, stratified by class. Classes are the folders in ascending order.
+    Test and validation texts are cut from each client's, stratified by class. Classes are the folders in ascending order;
+    what is hidden (`.git`, `.DS_Store`) is left out.
 
     Args:
         root: Folder of the classes' folders.
@@ -211,16 +215,16 @@ class TextFolderDataModule(TextDataModule):
         if isinstance(tokenizer, str):
             needs = "A tokenizer from a folder needs transformers, which peft brings along"
             tokenizer = import_package("transformers", needs, "lora").AutoTokenizer.from_pretrained(tokenizer)
-        files = sorted(file for file in Path(root).glob("*/*") if file.is_file())
+        files = sorted(file for file in Path(root).glob("[!.]*/[!.]*") if file.is_file())
         if not files:
             raise FileNotFoundError(f"There are no texts in {root}; write {root}/<class>/<file>, as ham/0001.txt.")
+        self.class_names = sorted({file.parent.name for file in files})
         if max_texts is not None:
             order = torch.randperm(len(files), generator=generator(seed, "texts"))[:max_texts]
             files = [files[place] for place in sorted(order.tolist())]
-        self.class_names = sorted({file.parent.name for file in files})
         labels = np.array([self.class_names.index(file.parent.name) for file in files])
         rows = [
-            {"text": file.read_text(errors="replace"), "label": int(label)}
+            {"text": file.read_text("utf-8", errors="replace"), "label": int(label)}
             for file, label in zip(files, labels, strict=True)
         ]
         by_split: Any = {"train": labels}

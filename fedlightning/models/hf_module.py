@@ -154,7 +154,7 @@ class HFModule(LightningModule):
         schedule: `"constant"` (default), `"linear"` or `"cosine"` to zero.
         warmup: Steps in which the learning rate grows from zero; below 1, their share of all.
         label_smoothing: Share of each target that is spread over all classes, in training; the model's own loss is not asked.
-        compute_metrics: Function of a `transformers.EvalPrediction` of a whole split that returns more scores.
+        compute_metrics: Function of a `transformers.EvalPrediction` of a whole split that returns more scores; its names go before ours.
 
     Example:
         >>> import torch
@@ -311,10 +311,12 @@ class HFModule(LightningModule):
         self._log_scores("test", self.test_metrics)
 
     def _log_scores(self, stage: str, metrics: Any) -> None:
+        scores: dict[str, Tensor] = {}  # each name once: Lightning would log the mean of two
         for metric in metrics.values():
             if metric.update_called:
-                self.log_dict({f"{stage}_{name}": value for name, value in metric.compute().items()})
+                scores |= metric.compute()
                 metric.reset()
+        self.log_dict({f"{stage}_{name}": value for name, value in scores.items()})
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer of what trains, with its schedule."""

@@ -9,14 +9,16 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torchmetrics import Metric, MetricCollection
 
 from fedlightning.compat.lazy_clones import lazy_clone
-from fedlightning.tensors import State, is_same
+from fedlightning.tensors import State, dense, is_same, state_digest
 
 
 class _Noise(torch.autograd.Function):
@@ -110,7 +112,7 @@ class Stack:
         module: One of the modules.
         size: Number of clients.
         device: Device of the stack.
-        shared: Parameters that nobody trains and that are the same for all clients, by name.
+        shared: Parameters that are the same for all clients, by name; one that the module trains is not shared.
 
     Attributes:
         parameters: Names of the parameters.
@@ -124,7 +126,8 @@ class Stack:
         self.size, self.device = size, device
         self.parameters = tuple(parameters)
         self.buffers = tuple(buffers)
-        self._before = {name: value for name, value in (shared or {}).items() if name in parameters}
+        trained = {name for name, value in parameters.items() if value.requires_grad}  # a callback may have thawed it
+        self._before = {name: value for name, value in (shared or {}).items() if name in parameters.keys() - trained}
         self.shared = {name: lazy_clone(value).to(device) for name, value in self._before.items()}
         self.tensors = {
             name: torch.empty((size, *value.shape), dtype=value.dtype, device=device)
@@ -248,3 +251,44 @@ def skeleton_key(skeleton: Any) -> Hashable:
     if is_dataclass(skeleton):
         return kind, tuple(skeleton_key(getattr(skeleton, entry.name)) for entry in fields(skeleton))
     raise NotATreeError(kind)
+
+
+BARE = frozenset(vars(nn.Module()))
+"""Attributes that every module has: its tensors, parts and hooks."""
+
+
+def architecture_key(module: nn.Module) -> Hashable:
+    """Return a key: modules with equal keys can train in one stack, where the code of one of them runs for all.
+
+    They have the same parts, tensors, parameters that train, modes, and values that a step may read; of an object that is
+    made of neither tensors nor plain values, its class.
+    """
+    tensors = [
+        (name, value.shape, value.dtype, value.requires_grad)
+        for part in named_tensors(module)
+        for name, value in part.items()
+    ]
+    parts = [
+        (path, type(part), part.training, len(part._forward_hooks), len(part._forward_pre_hooks), _contents(readable(part)))
+        for path, part in module.named_modules()
+        if not isinstance(part, Metric | MetricCollection)
+    ]
+    return tuple(tensors), tuple(parts)
+
+
+def readable(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes, without those that every module has and the one in which Lightning notes its hook."""
+    return {name: value for name, value in vars(module).items() if name not in BARE and name != "_current_fx_name"}
+
+
+def _contents(value: Any) -> Hashable:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return kind, state_digest({"": dense(value.detach())})
+    if isinstance(value, np.ndarray):
+        return kind, value.dtype, value.shape, value.tobytes()
+    if isinstance(value, Mapping):
+        return kind, tuple((str(key), _contents(entry)) for key, entry in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return kind, tuple(map(_contents, value))
+    return (kind, value) if kind in (bool, int, float, str, type(None)) else kind

@@ -46,7 +46,7 @@ from fedlightning.options import EngineOptions, Sequential, Vectorized
 from fedlightning.seeding import preserved
 from fedlightning.stacked.batches import Gatherer, LoaderSource, resident
 from fedlightning.stacked.planning import Clock, chunk_size, configure
-from fedlightning.stacked.stack import Stack, named_tensors
+from fedlightning.stacked.stack import Stack, architecture_key
 from fedlightning.stacked.stacked_evaluation import StackedEvaluation
 from fedlightning.stacked.stacked_fit import StackedFit
 from fedlightning.stacked.trainees import Recipe, Trainee
@@ -177,8 +177,6 @@ class StackedTraining:
 
 
 Answer = TypeVar("Answer")
-PLAIN = (bool, int, float, str)
-"""Types of attributes that a step may read, and in which the clients of a stack must agree."""
 
 
 @dataclass
@@ -213,13 +211,6 @@ class Member:
             self.fit = request
         else:
             self.score = request
-
-
-def _architecture(module: LightningModule) -> Any:
-    """Return a key: modules with equal keys can train in one stack (class, tensors, values that steps may read)."""
-    tensors = [(name, value.shape, value.dtype) for part in named_tensors(module) for name, value in part.items()]
-    plain = [(name, value) for name, value in vars(module).items() if type(value) in PLAIN]
-    return type(module), tuple(tensors), tuple(plain)
 
 
 class VectorizedEngine(SequentialEngine):
@@ -378,7 +369,7 @@ class VectorizedEngine(SequentialEngine):
             self._go_on(member, partial(member.visit.send, [next(answers) for _ in score.requests]))
 
     def _groups(self, members: Sequence[Member]) -> list[list[Member]]:
-        """Group the clients that can train in one stack: same phase, same tensors and plain values of the modules."""
+        """Group the clients that can train in one stack: same phase, modules that are alike (`architecture_key`)."""
         groups: dict[Any, list[Member]] = {}
         for member in members:
             fit = member.fit
@@ -394,7 +385,7 @@ class VectorizedEngine(SequentialEngine):
                 phase.repeats,
             )
             name = self.runner.blueprint.architecture_of(fit.client.id)
-            architecture = name if fit.client.is_unbuilt else _architecture(fit.client.module)
+            architecture = name if fit.client.is_unbuilt else architecture_key(fit.client.module)
             groups.setdefault((same, architecture), []).append(member)
         return list(groups.values())
 

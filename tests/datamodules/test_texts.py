@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from fedlightning.cli import main
-from fedlightning.datamodules import ByteTokenizer, DirichletPartitioner, TextFolderDataModule
+from fedlightning.datamodules import ByteTokenizer, DirichletPartitioner, IIDPartitioner, TextFolderDataModule
 
 LANGUAGE = Path(__file__).parents[2] / "configs/language"
 SPLITS = ("train", "val", "test")
@@ -48,6 +51,36 @@ def test_fewer_texts_are_drawn_by_the_seed(mails):
         {row for client in data.client_ids for split in SPLITS for row in rows_of(data, client, split)} for data in few
     ]
     assert texts[0] == texts[1] != texts[2] and [len(some) for some in texts] == [40, 40, 40]
+
+
+def test_classes_are_all_visible_folders_whatever_few_texts_are_drawn(mails):
+    for name in ("mails/.git/config", "mails/ham/.DS_Store", "mails/rare/0.txt"):
+        file = mails.parent / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("hidden" if "/." in name else "rare")
+    data = [TextFolderDataModule(str(mails), IIDPartitioner(2), ByteTokenizer(), max_texts=n) for n in (None, 20)]
+    assert [some.class_names for some in data] == [["ham", "rare", "spam"]] * 2
+    rows = [{row for c in "01" for split in SPLITS for row in rows_of(some, c, split)} for some in data]
+    assert len(rows[0]) == 161 and "hidden" not in dict(rows[0])
+    assert rows[1] < rows[0] and {label for _, label in rows[1]} == {0, 2}
+
+
+def test_texts_are_utf_8_on_every_machine(mails):
+    (mails / "ham/000.txt").write_bytes("sch\u00f6n".encode())
+    program = (
+        "from fedlightning.datamodules import *\n"
+        f"data = TextFolderDataModule({str(mails)!r}, IIDPartitioner(1), ByteTokenizer(), test_fraction=0, val_fraction=0)\n"
+        "print(list('sch\\u00f6n'.encode()) in [row['input_ids'] for row in data.client_dataloader('0', 'train').dataset])"
+    )
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=ascii_only, capture_output=True, text=True, check=False)
+    assert done.stdout.split()[-1:] == ["True"], done.stderr
+
+
+def test_a_text_without_tokens_is_refused(mails):
+    (mails / "ham/000.txt").write_text("")
+    with pytest.raises(ValueError, match=r"Row \d+ of client '0' \(\w+\) has no tokens"):
+        TextFolderDataModule(str(mails), IIDPartitioner(1), ByteTokenizer())
 
 
 def test_a_folder_without_classes_is_refused(tmp_path):

@@ -134,6 +134,12 @@ def test_compute_metrics_is_asked_about_a_whole_split(make, tmp_path):
     assert rows["a", "val_sum"] == theirs["eval_sum"] and rows["a", "val_labels"] == theirs["eval_labels"] > 0
 
 
+def test_a_score_of_compute_metrics_goes_before_ours_of_its_name(tmp_path):
+    module = HFModule(bert(num_labels=3), compute_metrics=lambda prediction: {"accuracy": 0.3125})
+    trainer = federate(module, classes(), [FedAvg()], tmp_path, max_rounds=1)
+    assert {row.value for row in trainer.rows if row.metric == "val_accuracy"} == {0.3125}
+
+
 def test_perplexity_is_over_all_tokens_and_not_a_mean_of_batches():
     module, data = HFModule(llama()).eval(), texts(batch_size=1)
     nll, hits, tokens = 0.0, 0, 0

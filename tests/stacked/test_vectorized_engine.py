@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import fedlightning  # noqa: F401  before lightning
@@ -292,6 +293,50 @@ class Skipping(Toy):
 @pytest.mark.parametrize("module", [Nested(), Loud(), Editing(), Skipping()])
 def test_what_a_step_may_do(module: Any) -> None:
     assert_equal(pair(module))
+
+
+class Frozen(Toy):
+    """A frozen first layer, and values that the step reads."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout=dropout)
+        self.net[0].requires_grad_(False)
+        self.weight: Tensor | None = None
+        self.factors: dict[str, Any] = {"loss": 1.0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1], self.weight) * self.factors["loss"]
+
+
+class ByClient(FederatedCallback):
+    """Changes a client's module before it trains, not in the first round, by the client's number."""
+
+    def __init__(self, change: str) -> None:
+        self.change = change
+
+    def on_receive(self, client: Any, message: Any) -> None:
+        if client.round > 0:
+            CHANGES[self.change](client.module, 1 + int(client.id) % 2)
+
+
+CHANGES: dict[str, Callable[[Any, int], Any]] = {
+    "all thaw": lambda module, number: module.net[0].requires_grad_(True),
+    "one thaws": lambda module, number: module.net[0].requires_grad_(number == 2),
+    "one freezes": lambda module, number: module.net[3].bias.requires_grad_(number == 2),
+    "dropout": lambda module, number: setattr(module.net[2], "p", 0.3 * number),
+    "mode": lambda module, number: module.net[2].train(number == 2),
+    "a tensor": lambda module, number: setattr(module, "weight", torch.tensor([1.0, 1.0, number])),
+    "in a dict": lambda module, number: module.factors.update(loss=1.0 * number),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_clients_whose_modules_differ_are_in_stacks_of_their_own(change: str) -> None:
+    """The code of one module runs for a stack: it must train, draw and read what each client's would."""
+    module = Frozen(dropout=0.2 if change in ("dropout", "mode") else 0.0)
+    runs = pair(module, [ByClient(change)])
+    assert_equal(runs)
+    assert furthest(global_state(runs[0][0]), global_state(pair(module)[0][0])) > 100 * SGD  # the change does something
 
 
 class PerClient(FederatedCallback):
