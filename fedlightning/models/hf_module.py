@@ -154,7 +154,8 @@ class HFModule(LightningModule):
         schedule: `"constant"` (default), `"linear"` or `"cosine"` to zero.
         warmup: Steps in which the learning rate grows from zero; below 1, their share of all.
         label_smoothing: Share of each target that is spread over all classes, in training; the model's own loss is not asked.
-        compute_metrics: Function of a `transformers.EvalPrediction` of a whole split that returns more scores; its names go before ours.
+        compute_metrics: Function of a `transformers.EvalPrediction` of a whole split that returns more scores.
+            Its names go before ours.
 
     Example:
         >>> import torch

@@ -253,15 +253,17 @@ def skeleton_key(skeleton: Any) -> Hashable:
     raise NotATreeError(kind)
 
 
-BARE = frozenset(vars(nn.Module()))
+BARE = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that every module has: its tensors, parts and hooks."""
+PLAIN = frozenset((bool, int, float, str, type(None)))
+NOTES = frozenset(("_current_fx_name", "_metric_attributes"))
+"""Attributes in which Lightning notes the running hook of a module, and the addresses of its metrics."""
 
 
 def architecture_key(module: nn.Module) -> Hashable:
     """Return a key: modules with equal keys can train in one stack, where the code of one of them runs for all.
 
-    They have the same parts, tensors, parameters that train, modes, and values that a step may read; of an object that is
-    made of neither tensors nor plain values, its class.
+    They have the same parts, tensors, parameters that train, and attributes that a step may read.
     """
     tensors = [
         (name, value.shape, value.dtype, value.requires_grad)
@@ -269,26 +271,32 @@ def architecture_key(module: nn.Module) -> Hashable:
         for name, value in part.items()
     ]
     parts = [
-        (path, type(part), part.training, len(part._forward_hooks), len(part._forward_pre_hooks), _contents(readable(part)))
+        (path, type(part), attributes_key(part))
         for path, part in module.named_modules()
         if not isinstance(part, Metric | MetricCollection)
     ]
     return tuple(tensors), tuple(parts)
 
 
-def readable(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes, without those that every module has and the one in which Lightning notes its hook."""
-    return {name: value for name, value in vars(module).items() if name not in BARE and name != "_current_fx_name"}
+def attributes_key(module: nn.Module) -> Hashable:
+    """Return a key of a module's attributes: of hooks their number, of an object that is no tree of numbers its class."""
+    return tuple(
+        (name, (len(value) if hasattr(value, "__len__") else None) if name in BARE else _contents(value))
+        for name, value in vars(module).items()
+        if name not in NOTES
+    )
 
 
 def _contents(value: Any) -> Hashable:
     kind = type(value)
+    if kind in PLAIN:
+        return kind, value
     if isinstance(value, Tensor):
         return kind, state_digest({"": dense(value.detach())})
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         return kind, value.dtype, value.shape, value.tobytes()
     if isinstance(value, Mapping):
         return kind, tuple((str(key), _contents(entry)) for key, entry in value.items())
     if isinstance(value, list | tuple | set | frozenset):
         return kind, tuple(map(_contents, value))
-    return (kind, value) if kind in (bool, int, float, str, type(None)) else kind
+    return kind

@@ -57,12 +57,8 @@ from fedlightning.stacked.scoring import (
     source_of,
     stacked_batch,
 )
-from fedlightning.stacked.stack import join_tree, side_by_side, take
+from fedlightning.stacked.stack import attributes_key, join_tree, side_by_side, take
 
-PLAIN = frozenset((bool, int, float, str, type(None)))
-CONTAINERS = frozenset((list, dict, set))
-RUNNING = "_current_fx_name"
-"""Attribute in which Lightning notes the running hook of a module. It comes and goes."""
 METHODS = frozenset(("log", "log_dict", "validation_step", "test_step"))
 """A module with one of these set on the instance is scored alone."""
 
@@ -77,10 +73,8 @@ class Signature:
         module: The module.
         tensors: Its parameters and buffers, each once, without those of its metrics.
         key: Modules with equal keys can be scored together; `None`: this one must be scored alone. Modules of a
-            federation
-            are built from one template, so the key holds what a callback may have changed: tensors, plain values,
-                lengths
-            of lists, replaced parts, methods set on the instance, forward hooks.
+            federation are built from one template, so the key holds what a callback may have changed: tensors, attributes,
+            replaced parts, methods set on the instance, forward hooks.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -103,13 +97,9 @@ class Signature:
         self._traits += (prefix, type(module))
         if isinstance(module, Metric | MetricCollection):
             return
-        for name, value in attributes.items():
-            if type(value) in PLAIN and name != RUNNING:
-                self._traits += (name, value)
-            elif isinstance(value, Tensor):
-                self._alone = True  # it is neither a parameter nor a buffer, so it cannot be stacked
-            elif type(value) in CONTAINERS:
-                self._traits += (name, len(value))
+        self._traits.append(attributes_key(module))
+        # a tensor that is neither a parameter nor a buffer cannot be stacked
+        self._alone = self._alone or any(isinstance(value, Tensor) for value in attributes.values())
         self._alone = self._alone or bool(attributes["_forward_hooks"]) or bool(attributes["_forward_pre_hooks"])
         for kind in ("_parameters", "_buffers"):
             for name, tensor in attributes[kind].items():

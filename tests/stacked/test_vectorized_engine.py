@@ -36,7 +36,7 @@ from fedlightning.callbacks import (
 )
 from fedlightning.contract import GradientContext
 from fedlightning.datamodules.loaders import LoaderDataModule
-from fedlightning.options import Vectorized
+from fedlightning.options import Evaluation, Vectorized
 from fedlightning.testing import check_algorithm
 from tests.helpers import (
     NormNet,
@@ -337,6 +337,36 @@ def test_clients_whose_modules_differ_are_in_stacks_of_their_own(change: str) ->
     runs = pair(module, [ByClient(change)])
     assert_equal(runs)
     assert furthest(global_state(runs[0][0]), global_state(pair(module)[0][0])) > 100 * SGD  # the change does something
+
+
+class Weighted(Toy):
+    """Scores with a factor that lies in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = {"loss": 1.0}
+
+    def score(self, batch: Any, split: str) -> None:
+        self.log(f"{split}_loss", F.cross_entropy(self(batch[0]), batch[1]) * self.factors["loss"])
+
+
+class Doubled(FederatedCallback):
+    """The third client's factor is 2."""
+
+    def on_receive(self, client: Any, message: Any) -> None:
+        client.module.factors["loss"] = 1.0 + (client.id == "2")
+
+
+def test_a_score_that_reads_what_differs_is_that_of_a_client_alone() -> None:
+    """The first two, which are scored both ways to begin with, are alike."""
+    module, rows = Weighted(), []
+    for engine in ("sequential", "vectorized"):
+        options = {"max_rounds": 1, "local_epochs": 1, "evaluation": Evaluation(every=1, stages=("L1", "L2"))}
+        callbacks = [FedPer(personal=["net.3"]), Doubled()]
+        trainer = federate(copy.deepcopy(module), toy_data((24, 24, 24, 24)), callbacks, engine=engine, **options)
+        rows.append({(row.client, row.stage, row.split, row.metric): row.value for row in trainer.rows})
+    assert rows[0].keys() == rows[1].keys() and any(key[3] == "val_loss" for key in rows[0])
+    assert max(abs(value - rows[1][key]) for key, value in rows[0].items() if "loss" in key[3]) < 1e-5
 
 
 class PerClient(FederatedCallback):
