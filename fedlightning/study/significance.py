@@ -172,9 +172,8 @@ def wilcoxon(a: ArrayLike, b: ArrayLike) -> float:
     return _signed_rank(tuple(max(difference.tolist(), (-difference).tolist())))  # of two sides: either sign will do
 
 
-@lru_cache(
-    maxsize=4096
-)  # ties are resolved by all signs of ten clients, and every table of a report asks for the same pairs
+# Ties are resolved by all signs of ten clients, and every table of a report asks for the same pairs.
+@lru_cache(maxsize=4096)
 def _signed_rank(differences: tuple[float, ...]) -> float:
     return float(_stats().wilcoxon(differences).pvalue) if any(differences) else 1.0
 
