@@ -12,6 +12,7 @@ from fedlightning.errors import count_of, listed
 from fedlightning.scores.metric_names import ACCURACY, metric_label
 from fedlightning.study.columns import LOCAL
 from fedlightning.study.data import StudyData, Table
+from fedlightning.study.fairness_measures import drop_rounding
 from fedlightning.study.finished_runs import Run
 from fedlightning.study.learning_curves import round_means
 from fedlightning.study.run_scores import bounds, mean_of
@@ -245,4 +246,5 @@ def negative_transfer(study: StudyData) -> Table:
 
 def _gains(scores: Mapping[str, float | None], alone: Mapping[str, float | None], sign: float) -> dict[str, float]:
     pairs: dict[str, tuple[Any, Any]] = {client: (score, alone.get(client)) for client, score in scores.items()}
-    return {client: sign * (a - b) for client, (a, b) in pairs.items() if a is not None and b is not None}
+    scored_by_both = {client: pair for client, pair in pairs.items() if None not in pair}
+    return {client: drop_rounding(sign * (a - b), a, b) for client, (a, b) in scored_by_both.items()}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL, POOLED, UNSEEN
 from fedlightning.study.data import StudyData, Table
-from fedlightning.study.fairness_measures import Spread
+from fedlightning.study.fairness_measures import Spread, drop_rounding
 from fedlightning.study.finished_runs import natural
 from fedlightning.study.run_scores import FIELDS, Address, Estimate, SeedScore, address, mean_of
 
@@ -32,6 +33,8 @@ def clients(study: StudyData) -> Table:
                 score, base = scores[seed], siloed[seed]
                 gains.append(None if score is None or base is None else sign * (score - base))
             score_estimate, gain = study.estimate(list(scores.values()), study.metric), study.estimate(gains)
+            if gain.mean is not None and score_estimate.mean is not None:
+                gain = replace(gain, mean=drop_rounding(gain.mean, score_estimate.mean))
             lines.append(
                 {
                     "client": client,

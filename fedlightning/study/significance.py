@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fedlightning.study.fairness_measures import ROUNDING
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -161,15 +163,22 @@ def crossed_difference(
 def wilcoxon(a: ArrayLike, b: ArrayLike) -> float:
     """Return the two-sided p-value of Wilcoxon's signed-rank test of paired runs.
 
-    Equal pairs are ignored; the p-value is 1 if all are equal. With n pairs that differ it is at least 2 / 2**n, so five
-    seeds cannot reach 0.05.
+    Pairs that are equal, but for rounding, are ignored; the p-value is 1 if all are. With n pairs that differ it is at least
+    2 / 2**n, so five seeds cannot reach 0.05.
 
     Example:
         >>> wilcoxon([0.80, 0.82, 0.85, 0.81, 0.90], [0.75, 0.76, 0.77, 0.78, 0.76])
         0.0625
     """
-    difference = _finite(a) - _finite(b)
-    return 1.0 if not difference.any() else float(_stats().wilcoxon(difference).pvalue)
+    x, y = _finite(a), _finite(b)
+    difference = np.where(np.isclose(x, y, rtol=ROUNDING, atol=0), 0.0, x - y)
+    return _signed_rank(tuple(max(difference.tolist(), (-difference).tolist())))  # of two sides: either sign will do
+
+
+# Ties are resolved by all signs of ten clients, and every table of a report asks for the same pairs.
+@lru_cache(maxsize=4096)
+def _signed_rank(differences: tuple[float, ...]) -> float:
+    return float(_stats().wilcoxon(differences).pvalue) if any(differences) else 1.0
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

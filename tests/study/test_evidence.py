@@ -19,6 +19,7 @@ from fedlightning.scores.rows import Row
 from fedlightning.study.comparison_files import as_tex
 from fedlightning.study.crossing import marked, setting
 from fedlightning.study.differences import UNEXPLAINED, variances
+from fedlightning.study.fairness_measures import incentivised_participation_rate
 from fedlightning.study.run_scores import common_metric
 from fedlightning.study.study import Study
 from tests.study.folders import CLIENTS, ROUNDS, write_study
@@ -125,6 +126,24 @@ def test_who_loses_against_training_alone(tmp_path):
     (line,) = study_of(tmp_path, GOOD).negative_transfer()
     assert (line["lose"], line["clients"], line["client"]) == (1, 4, "b")
     assert (line["worst"], line["mean_loss"], line["tail"]) == pytest.approx((-0.1,) * 3)
+
+
+def test_nobody_gains_or_loses_by_the_rounding_of_scores(tmp_path):
+    """Means over seeds of equal numbers of right answers: in float32 they differ by 3e-8."""
+    method, alone = ([float(np.float32(right / 19)) for right in rights] for rights in ((17, 19), (18, 18)))
+    assert np.mean(method) != np.mean(alone)
+
+    def edit(name, seed, rows, summary):
+        scores = (alone if name == "silo" else method)[seed]
+        return rows_of(FLAT, [scores] * len(CLIENTS))
+
+    study = Study(write_study(tmp_path, {"silo": ["Local"], "fedavg": ["FedAvg"]}, seeds=(0, 1), edit=edit))
+    (line,) = study.negative_transfer()
+    assert (line["lose"], line["worst"]) == (0, 0.0)
+    assert [row["gain"] for row in study.clients() if row["method"] == "fedavg"] == [0.0] * len(CLIENTS)
+    (line,) = study.differences("silo")
+    assert line["p_clients"] == 1
+    assert incentivised_participation_rate({"a": np.mean(alone)}, {"a": np.mean(method)}, {"a": 0.0}) == 0
 
 
 def test_intervals_of_shares_end_where_shares_end(tmp_path):
