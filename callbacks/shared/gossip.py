@@ -56,7 +56,7 @@ class Gossip(Decentralised):
     sum_i x_i``: it is scored at stage G and takes no part in training.
 
     A node that is away or fails keeps its model; its links are down, and each end keeps their weight for itself
-    (:func:`~fedlightning.topology.without`), so that the mean over all nodes stays as it is.
+    (:func:`~fedlightning.topology.remove_nodes`), so that the mean over all nodes stays as it is.
 
     Entries that travel are mixed in float64: trainable parameters and float buffers. Integers are the node's own.
     """
