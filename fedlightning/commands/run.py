@@ -197,7 +197,7 @@ class Commands(CommandLine):
     def _print(self, results: list[dict[str, Any]], split: str, screen: Console) -> None:
         """Print a table of scores; errors of a regression in the units of its target."""
         path = None if self.trainer.run is None else self.trainer.run.path
-        target = Target() if path is None else target_of(read_config(path))
+        target = self._target()
         is_finished = path is not None and (path / SUMMARY_FILE).exists()
         headline = common_metric([load_run(path)], split) if path is not None and is_finished else None
         print_results(target.results(results), split, screen, headline)
@@ -209,7 +209,11 @@ class Commands(CommandLine):
     def _fields(self) -> dict[str, Any]:
         """Return what `--json` says of a run, whichever command has scored it."""
         folder = None if self.trainer.run is None else self.trainer.run.path
-        return {"run": folder, "rounds": self.trainer.rounds_done, "results": self.trainer.results}
+        results = self._target().results(self.trainer.results)
+        return {"run": folder, "rounds": self.trainer.rounds_done, "results": results}
+
+    def _target(self) -> Target:
+        return Target() if self.trainer.run is None else target_of(read_config(self.trainer.run.path))
 
     def validate(self, run: str, checkpoint: str = "all", json: bool = False) -> None:
         """Score a finished or interrupted run on validation data."""
