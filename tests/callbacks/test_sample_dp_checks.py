@@ -126,7 +126,13 @@ def test_a_record_that_the_data_have_several_times_is_refused():
             refuse_undrawable(DataLoader(data, batch_size=2), "SampleDP", grouped=False)
         refuse_undrawable(DataLoader(data, batch_size=2), "SampleDP", grouped=True)  # all copies are of one patient
     parts = [Subset(whole, [0, 5]), Subset(whole, [1, 2, 3]), TensorDataset(torch.arange(6.0))]
-    for data in (whole, Augmented(Subset(whole, [4, 1])), *parts, ConcatDataset(parts), Subset(ConcatDataset(parts), [8, 3, 0])):
+    for data in (
+        whole,
+        Augmented(Subset(whole, [4, 1])),
+        *parts,
+        ConcatDataset(parts),
+        Subset(ConcatDataset(parts), [8, 3, 0]),
+    ):
         refuse_undrawable(DataLoader(data, batch_size=2), "SampleDP", grouped=False)
 
 

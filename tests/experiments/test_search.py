@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedlightning.cli import main
 from fedlightning.callbacks.shared.ledger import Ledger
+from fedlightning.cli import main
 from fedlightning.config.input_errors import InputError
 from fedlightning.experiments.methods import Method, without_place
 from fedlightning.experiments.plan import make_plan
@@ -277,7 +277,6 @@ def test_updates_and_records_are_counted_apart(tmp_path):
     Ledger(str(tmp_path), "clients", "of updates").note([(0.5, 1.0, 9)])
     with pytest.raises(InputError, match="ClientDP: 1 runs would make epsilon"):
         refuse_private(runs(ledger=str(tmp_path)))
-
 
 
 @pytest.mark.slow
