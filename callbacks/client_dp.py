@@ -30,7 +30,7 @@ from fedlightning.algorithm import (
     Wire,
 )
 from fedlightning.callbacks import client_dp_checks as checks
-from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
+from fedlightning.callbacks.shared.ledger import UPDATES, Ledger, Steps, forgotten
 from fedlightning.callbacks.shared.private_options import Accountant, Clip, Delta, Noise, Private, Scores, some_noise
 from fedlightning.callbacks.shared.secret_noise import digest_of, normal, uniform, with_noise
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
@@ -235,7 +235,7 @@ class ClientDP(ClientSelection, Private):
     """
 
     weighting = "uniform"
-    hides_clients = True
+    hides_clients = of_updates = True
     scored = ("scores", "logged")
     rank = 1000  # adds noise to what everybody else has made of a mean
 
@@ -343,7 +343,7 @@ class ClientDP(ClientSelection, Private):
         return self.epsilon_of([(self.noise_multiplier, self.rate, rounds)])
 
     def _ledger(self, server: Server) -> Ledger:
-        return Ledger(self.ledger, "clients", self._own(server)["secret"])
+        return Ledger(self.ledger, UPDATES, self._own(server)["secret"])
 
     def _step(self, server: Server) -> tuple[float, float]:
         """Return noise multiplier and rate of a round."""

@@ -95,9 +95,13 @@ class Ledger:
             ) from error
 
 
-def spent_in(folder: str) -> Iterator[list[Sequence[float]]]:
-    """Give the steps of all runs, for each file of a ledger."""
-    for path in sorted(Path(folder).glob("*.json")):
+UPDATES = "clients"
+"""The file that counts whole updates; the others count records or patients of a client each."""
+
+
+def spent_in(folder: str, of_updates: bool) -> Iterator[list[Sequence[float]]]:
+    """Give the steps of all runs, for each file of a ledger that counts updates, or that counts records."""
+    for path in sorted(path for path in Path(folder).glob("*.json") if (path.stem == UPDATES) == of_updates):
         file = Ledger(None, "", "")
         file.path = path
         with file.hold(None) as steps:

@@ -153,11 +153,17 @@ def _only_orders(sampler: Any, count: int, owner: str) -> bool:
 
 
 def _rows_of(dataset: Any, places: np.ndarray) -> np.ndarray:
-    """Return where some records come from, a data set and a place there each, as far as Subset and ConcatDataset say so."""
+    """Return where some records come from, a data set and a place there each.
+
+    Subset and ConcatDataset say so; a wrapper of as many records as its `dataset` has (an augmentation) gives each once.
+    """
     if isinstance(dataset, ConcatDataset):
         starts = zip(dataset.datasets, [0, *dataset.cumulative_sizes], strict=False)
         insides = ((part, places[(start <= places) & (places < start + len(part))] - start) for part, start in starts)  # type: ignore[arg-type]
         return np.concatenate([_rows_of(part, inside) for part, inside in insides])
-    if hasattr(dataset, "dataset") and len(getattr(dataset, "indices", ())) == len(dataset):
-        return _rows_of(dataset.dataset, np.asarray(dataset.indices)[places] % len(dataset.dataset))
+    source, indices = getattr(dataset, "dataset", None), getattr(dataset, "indices", None)
+    if hasattr(source, "__len__") and hasattr(indices, "__len__") and len(indices) == len(dataset):
+        return _rows_of(source, np.asarray(indices)[places] % len(source))
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and len(source) == len(dataset):
+        return _rows_of(source, places)
     return np.stack([np.full_like(places, id(dataset)), places], axis=1)

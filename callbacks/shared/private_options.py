@@ -40,6 +40,8 @@ class Private(Protection):
     scores: Scores
     shares: int | None = None
     """Shares of noise that a masked sum takes; `None`: the noise is not a part of one."""
+    of_updates: bool = False
+    """Whether it counts whole updates, in the file of a ledger that does."""
     noised: Sequence[str] = ("entries",)
     """Kinds of items that get noise."""
     scored: Sequence[str] = ("scores",)
@@ -86,16 +88,16 @@ class Private(Protection):
         Raises:
             ValueError: With the way out.
         """
+        alike = [(part, rounds) for part, rounds in runs if isinstance(part, type(self)) and part.ledger == self.ledger]
         if self.ledger is None:
-            if self.noise_seed is None and len(runs) > 1:
+            if self.noise_seed is None and len(alike) > 1:
                 raise ValueError(
-                    f"{self.key}: {len(runs)} runs on the same data add up, and without a ledger each counts alone. Give "
+                    f"{self.key}: {len(alike)} runs on the same data add up, and without a ledger each counts alone. Give "
                     "ledger=FOLDER, outside of the runs."
                 )
             return
-        alike = [(part, rounds) for part, rounds in runs if isinstance(part, type(self)) and part.ledger == self.ledger]
         steps = [step for part, rounds in alike for step in part.planned(rounds)]
-        before = [*spent_in(self.ledger), []]
+        before = [*spent_in(self.ledger, self.of_updates), []]
         spent = max(self.epsilon_of([*others, *steps]) for others in before)
         if any(part.noise_multiplier is None for part, _ in alike) and (len(alike) > 1 or any(before)):
             spent = math.inf

@@ -15,10 +15,11 @@ from fedlightning.commands.json_output import print_json
 from fedlightning.commands.study_options import Parser
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.config.input_errors import InputError
-from fedlightning.scores.metric_names import higher_is_better
+from fedlightning.scores.metric_names import ACCURACY, higher_is_better
 from fedlightning.storage.files import read_json
 from fedlightning.study.calibration import wilson
 from fedlightning.study.finished_runs import Run, load_run
+from fedlightning.study.run_scores import common_metric
 from fedlightning.study.target_units import target_of
 
 DESCRIPTION = """\
@@ -51,7 +52,7 @@ def parser() -> Parser:
     command.add_argument(
         "--license", metavar="NAME", help="licence of the model, as the Hub writes it, such as apache-2.0"
     )
-    command.add_argument("--metric", default="accuracy", help="metric of the table by client; default: accuracy")
+    command.add_argument("--metric", help="metric of the table by client; default: that of a report")
     command.add_argument("--clients", action="store_true", help="copy the models of single clients too")
     command.add_argument("--force", action="store_true", help="overwrite a card that is there")
     command.add_argument("--json", action="store_true", help="print the files as one line of JSON too, the last one")
@@ -67,7 +68,9 @@ def card(words: Sequence[str]) -> int:
     if (out / "README.md").exists() and not options.force:
         raise InputError(f"{out / 'README.md'} is there already. Give another folder with --out, or --force.")
     out.mkdir(parents=True, exist_ok=True)
-    (out / "README.md").write_text(card_of(run, options.metric, options.license), encoding="utf-8")
+    (out / "README.md").write_text(
+        card_of(run, options.metric or common_metric([run]), options.license), encoding="utf-8"
+    )
     files = [out / "README.md"]
     frozen = sorted(folder.glob("checkpoints/base-*.pt"))  # a network that the models need and do not hold
     wanted = [Path("config.yaml"), GLOBAL, *(path.relative_to(folder) for path in frozen)]
@@ -197,14 +200,16 @@ def _scores(run: Run, metric: str) -> Iterator[str]:
         yield f"| {client} | {sizes.get(client, '-')} | {' | '.join(cells)} |"
     if (units := target_of(run.config).in_words(metric)) is not None:
         yield f"\n{units}"
-    yield "\nIntervals (95 %, Wilson) are over a client's test samples; they do not hold what another seed would change.\n"
+    if metric in ACCURACY:
+        yield "\nIntervals (95 %, Wilson) are over a client's test samples; they do not hold what another seed would change."
+    yield ""
 
 
 def _with_interval(value: float | None, samples: int | None, metric: str) -> str:
     """Return a score, with Wilson's interval of a share: Wilson, JASA 1927."""
     if value is None:
         return "-"
-    if metric != "accuracy" or not samples:
+    if metric not in ACCURACY or not samples:
         return f"{value:.3f}"
     low, high = wilson(value, samples)
     return f"{value:.3f} [{low:.3f}, {high:.3f}]"

@@ -137,7 +137,7 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
     from fedlightning.study.external_validation import sites_of
     from fedlightning.study.finished_runs import load_study
     from fedlightning.study.study import Study
-    from fedlightning.study.target_units import target_of
+    from fedlightning.study.target_units import describe_units, target_of
 
     study = Study(load_study(runs), metric=metric, checkpoint=checkpoint)
     table = _by_method("own data", "worst", "all data", "global", "to the best", "MB", "seeds")
@@ -166,8 +166,7 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
         "clients.",
         highlight=False,
     )
-    units = [target_of(run.config).in_words(study.data.metric) for run in study.data.runs[:1]]
-    for text in filter(None, units):
+    for text in describe_units((target_of(run.config) for run in study.data.runs), study.data.metric):
         screen.print(text, highlight=False, markup=False)
     show_unseen(study.unseen(), screen)
     show_external(sites_of(study.data), study.external(), screen)

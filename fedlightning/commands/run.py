@@ -34,7 +34,7 @@ from fedlightning.scores.table import evaluation_line, important_metrics, print_
 from fedlightning.storage.files import is_writing_process, read_json, save_tensors, write_text_atomically, writing
 from fedlightning.study.client_failures import failures_line
 from fedlightning.study.comparison_files import as_csv
-from fedlightning.study.finished_runs import SUMMARY_FILE, load_run, read_config
+from fedlightning.study.finished_runs import SUMMARY_FILE, Run, read_config
 from fedlightning.study.run_scores import common_metric
 from fedlightning.study.target_units import Target, target_of
 from fedlightning.trainer import FederatedTrainer
@@ -197,19 +197,24 @@ class Commands(CommandLine):
     def _print(self, results: list[dict[str, Any]], split: str, screen: Console) -> None:
         """Print a table of scores; errors of a regression in the units of its target."""
         path = None if self.trainer.run is None else self.trainer.run.path
-        target = Target() if path is None else target_of(read_config(path))
-        is_finished = path is not None and (path / SUMMARY_FILE).exists()
-        headline = common_metric([load_run(path)], split) if path is not None and is_finished else None
+        target = self._target()
+        headline = None
+        if path is not None and (path / SUMMARY_FILE).exists():  # metrics.csv of long runs takes minutes to read
+            headline = common_metric([Run("", 0, None, read_json(path / SUMMARY_FILE))], split)
         print_results(target.results(results), split, screen, headline)
         of_split = [row for row in results if row["split"] == split]
         shown_metric = next(iter(important_metrics(of_split, headline=headline)), "")
         if (units := target.in_words(shown_metric)) is not None:
             say(screen, f"\n{units}", markup=False)
 
-    def _fields(self) -> dict[str, Any]:
+    def _fields(self, results: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """Return what `--json` says of a run, whichever command has scored it."""
         folder = None if self.trainer.run is None else self.trainer.run.path
-        return {"run": folder, "rounds": self.trainer.rounds_done, "results": self.trainer.results}
+        shown_results = self._target().results(self.trainer.results if results is None else results)
+        return {"run": folder, "rounds": self.trainer.rounds_done, "results": shown_results}
+
+    def _target(self) -> Target:
+        return Target() if self.trainer.run is None else target_of(read_config(self.trainer.run.path))
 
     def validate(self, run: str, checkpoint: str = "all", json: bool = False) -> None:
         """Score a finished or interrupted run on validation data."""
@@ -365,7 +370,7 @@ class Commands(CommandLine):
             rounds = f"after {self.trainer.rounds_done} of {self.trainer.max_rounds} rounds"
             say(screen, f"\nRun: {shown(folder)} ({rounds})")
             if as_json:
-                fields = self._fields() | {"run": folder, "results": results}
+                fields = self._fields(results) | {"run": folder}
                 print_json("validate" if split == "val" else "test", **fields)
 
 

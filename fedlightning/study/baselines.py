@@ -70,6 +70,12 @@ def fingerprint(run: Run, split: str, by_size: bool = False) -> str:
     return text if who is None or split == "train" else f"{text}, scored at {who}"
 
 
+def fingerprints(runs: Sequence[Run], split: str) -> list[str]:
+    """Return texts that are equal where runs were scored on the same `split`; by sizes where a private one does not tell."""
+    by_size = any(_written(run, split) is None for run in runs)
+    return [fingerprint(run, split, by_size) for run in runs]
+
+
 def _written(run: Run, split: str) -> Any:
     return run.summary.get("data", {}).get("splits", {}).get(split)
 
@@ -84,8 +90,7 @@ def odd_splits(runs: Sequence[Run], split: str) -> dict[tuple[str, int], Run]:
         by_seed.setdefault(run.seed, []).append(run)
     odd: dict[tuple[str, int], Run] = {}
     for seed, members in by_seed.items():
-        by_size = any(_written(run, split) is None for run in members)  # a private run does not tell on what it trained
-        texts = [fingerprint(run, split, by_size) for run in members]
+        texts = fingerprints(members, split)
         usual = Counter(texts).most_common(1)[0][0]
         example = members[texts.index(usual)]
         odd |= {(run.name, seed): example for run, text in zip(members, texts, strict=True) if text != usual}
@@ -99,7 +104,7 @@ def why_not(run: Run, baseline: Run) -> str | None:
     if counts[0] != counts[1] or (listed and run.clients != baseline.clients):
         return f"other clients ({len(run.clients)} against {len(baseline.clients)})"
     for split in ("test", "train", "val"):
-        if fingerprint(run, split) != fingerprint(baseline, split):
+        if len(set(fingerprints([run, baseline], split))) > 1:
             return f"another {split} split"
     rounds, others = run.summary.get("rounds"), baseline.summary.get("rounds")
     return f"{rounds} rounds against {others}" if rounds != others else None

@@ -20,6 +20,7 @@ from fedlightning.study.evidence import (
     without_effect,
 )
 from fedlightning.study.roles import NEEDED
+from fedlightning.study.target_units import mixed_scales, target_of
 from fedlightning.study.token_tables import CONSERVED, missing
 
 NOTES = (
@@ -36,7 +37,7 @@ class Problem:
     """One thing that a reader must know.
 
     Attributes:
-        kind: `failed`, `duplicate`, `missing_seed`, `missing_score`, `mixed_models`, `different_splits`,
+        kind: `failed`, `duplicate`, `missing_seed`, `missing_score`, `mixed_models`, `mixed_scales`, `different_splits`,
             `different_training_data`, `nan`, `damaged_table`, `tokens_lost`, `no_baseline`, or one of :data:`NOTES`.
         run: Method that has the problem, or `None` for the whole study.
         seed: Seed that has the problem, or `None` for all seeds of the method.
@@ -66,6 +67,7 @@ def find_problems(study: StudyData) -> list[Problem]:
         *_broken(study),
         *_missing_scores(study),
         *_mixed_models(study),
+        *_mixed_scales(study),
         *_tables(study),
         *_missing_baselines(study),
         *_other_than_baseline(study),
@@ -203,6 +205,12 @@ def _mixed_models(study: StudyData) -> Iterator[Problem]:
                 "runs the same checkpoints, or compare with --checkpoint latest."
             )
             yield Problem("mixed_models", name, None, text)
+
+
+def _mixed_scales(study: StudyData) -> Iterator[Problem]:
+    runs = [scores.run for scores in study.finished.values()]
+    if (text := mixed_scales(((run.name, target_of(run.config)) for run in runs), study.metric)) is not None:
+        yield Problem("mixed_scales", None, None, text)
 
 
 def _tables(study: StudyData) -> Iterator[Problem]:

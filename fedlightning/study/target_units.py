@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fedlightning.errors import join_words
 from fedlightning.scores.metric_names import bare, metric_label
 from fedlightning.scores.rows import Row
 
@@ -21,8 +22,8 @@ class Target:
     Attributes:
         name: Column of a table; empty where the run does not tell, as of data at sites.
         deviation: How much of the target's unit is 1 for the module; 1 where nothing is standardised.
-        own_module: Whether the module is one of FedLightning's, which log errors in what they are given. Others may have
-            undone the scale themselves.
+        own_module: Whether all modules are FedLightning's `Regressor`, which logs errors in what it is given. Others may
+            have undone the scale themselves.
     """
 
     name: str = ""
@@ -74,10 +75,43 @@ class Target:
 
 def target_of(config: Mapping[str, Any]) -> Target:
     """Return what a run predicts, by its `config.yaml`."""
-    model, table = config.get("model"), next(_tables(config.get("data")), {})
-    module = str(model.get("class_path", "")) if isinstance(model, dict) else ""
+    table = next(_tables(config.get("data")), {})
     _, deviation = table.get("target_statistics") or (0.0, 1.0)
-    return Target(table.get("target", ""), float(deviation), module.startswith("fedlightning."))
+    return Target(table.get("target", ""), float(deviation), _is_regressor(config.get("model")))
+
+
+def describe_units(targets: Iterable[Target], metric: str) -> list[str]:
+    """Return in what units a metric is, in a sentence for each scale of some runs."""
+    return list(dict.fromkeys(text for target in targets if (text := target.in_words(metric)) is not None))
+
+
+def mixed_scales(targets: Iterable[tuple[str, Target]], metric: str) -> str | None:
+    """Return a sentence where a metric of some runs, by name, is not on one scale.
+
+    Example:
+        >>> runs = [("A", Target("days", 6.0)), ("B", Target("days", 6.0, own_module=False))]
+        >>> mixed_scales(runs, "rmse"), mixed_scales(runs, "loss")
+        ('RMSE is of days in A; of days / 6 in B: give all runs the same target_statistics and kind of module.', None)
+    """
+    named, runs_by_scale = list(targets), dict[str, dict[str, None]]()
+    if bare(metric) not in (*POWERS, "loss") or all(target.deviation == 1 for _, target in named):
+        return None
+    for name, target in named:
+        by = target.deviation / (target.factor("rmse") if bare(metric) in POWERS else 1.0)
+        unit = f"{target.name}{f' / {by:g}' if by != 1 else ''}" or "a target that is not named"
+        runs_by_scale.setdefault(unit, {})[name] = None
+    if len(runs_by_scale) < 2:
+        return None
+    scales = "; ".join(f"of {unit} in {join_words(names)}" for unit, names in runs_by_scale.items())
+    return f"{metric_label(bare(metric))} is {scales}: give all runs the same target_statistics and kind of module."
+
+
+def _is_regressor(model: Any) -> bool:
+    """Return whether a model section is FedLightning's regressor, or clients' models that are."""
+    path, options = (model.get("class_path"), model.get("init_args")) if isinstance(model, Mapping) else ("", None)
+    if str(path).startswith("fedlightning.") and str(path).endswith(".ClientModels") and isinstance(options, Mapping):
+        return all(map(_is_regressor, options.get("models", {}).values()))
+    return str(path).startswith("fedlightning.") and str(path).endswith(".Regressor")
 
 
 def _tables(section: Any) -> Iterator[Mapping[str, Any]]:

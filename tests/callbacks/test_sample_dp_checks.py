@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
 
@@ -92,6 +92,21 @@ def test_features_that_depend_on_other_records_are_refused(tmp_path):
         trainer.fit(Toy(), datamodule=OfALightningModule())
 
 
+class Augmented(Dataset):
+    """Changes each record of a data set; it takes all of them."""
+
+    indices = None
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, place):
+        return self.dataset[place]
+
+
 def test_a_record_that_the_data_have_several_times_is_refused():
     """Oversampled, it was drawn as often, and moved the sum of a step by twice its share and more."""
     whole = TensorDataset(torch.arange(6.0))
@@ -101,6 +116,8 @@ def test_a_record_that_the_data_have_several_times_is_refused():
         Subset(Subset(whole, [3, 3]), [0, 1]),
         ConcatDataset([whole, Subset(whole, [4])]),
         IndexView(whole, [2, 2]),
+        Augmented(Subset(whole, [4, 1, 4])),
+        ConcatDataset([Augmented(whole), Subset(Augmented(whole), [5])]),
     )
     for data in twice:
         with pytest.raises(
@@ -109,7 +126,13 @@ def test_a_record_that_the_data_have_several_times_is_refused():
             refuse_undrawable(DataLoader(data, batch_size=2), "SampleDP", grouped=False)
         refuse_undrawable(DataLoader(data, batch_size=2), "SampleDP", grouped=True)  # all copies are of one patient
     parts = [Subset(whole, [0, 5]), Subset(whole, [1, 2, 3]), TensorDataset(torch.arange(6.0))]
-    for data in (whole, *parts, ConcatDataset(parts), Subset(ConcatDataset(parts), [8, 3, 0])):
+    for data in (
+        whole,
+        Augmented(Subset(whole, [4, 1])),
+        *parts,
+        ConcatDataset(parts),
+        Subset(ConcatDataset(parts), [8, 3, 0]),
+    ):
         refuse_undrawable(DataLoader(data, batch_size=2), "SampleDP", grouped=False)
 
 

@@ -159,6 +159,46 @@ def test_card(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> 
     assert main(["card", str(run), "--out", str(out)]) == 2  # what is there is not overwritten
 
 
+def test_errors_of_a_regression_are_in_its_targets_units_in_whatever_tells_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`--json` had deviations beside a terminal with days, and a card of no metric said that there are no scores."""
+    rows = [f"{site},{number},{3 * number + len(site)}.5" for site in ("a", "bb") for number in range(20)]
+    (tmp_path / "t.csv").write_text("\n".join(["site,x,days", *rows]))
+    net = {"class_path": "fedlightning.models.MLP", "init_args": {"in_features": 1, "hidden": [2], "num_classes": 1}}
+    table = {"path": str(tmp_path / "t.csv"), "target": "days", "client": "site", "batch_size": 8}
+    trainer = {"max_rounds": 1, "callbacks": ["FedAvg"], "accelerator": "cpu", "logger": False, "name": "run"}
+    config = {
+        "model": {"class_path": "fedlightning.models.Regressor", "init_args": {"net": net, "lr": 0.01}},
+        "data": {
+            "class_path": "fedlightning.datamodules.TabularFederatedDataModule",
+            "init_args": table | {"target_statistics": [30.0, 20.0]},
+        },
+        "trainer": trainer | {"default_root_dir": str(tmp_path)},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["fit", "--config", str(tmp_path / "config.yaml"), "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    folder = tmp_path / "run/version_0"
+    tested = last_line(["test", "--run", str(folder), "--json"], capsys)["results"]
+    factors = {"test_mse": 400, "test_rmse": 20, "test_mae": 20}
+
+    def errors(results: list[dict[str, Any]]) -> list[float]:
+        return sorted(row["mean"] for row in results if row["metric"] in factors)
+
+    logged = json.loads((folder / "summary.json").read_text())["results"]
+    wanted = [row | {"mean": row["mean"] * factors[row["metric"]]} for row in logged if row["metric"] in factors]
+    for results in (json.loads(lines[-1])["results"], tested):
+        assert errors(results) == pytest.approx(errors(wanted)) and len(wanted) > 2
+    (mean,) = (
+        row["mean"] for row in tested if (row["metric"], row["stage"], row["data"]) == ("test_rmse", "L1", "local")
+    )
+    assert any(f"{mean:.4f}" in line for line in lines[:-1])
+    assert main(["card", str(folder)]) == 0
+    text = (folder / "card/README.md").read_text()
+    assert f"deployed model: {mean:.3f}" in text and "RMSE is in the units of days" in text and "Wilson" not in text
+
+
 def test_the_card_says_what_privacy_was_spent(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "version_0"
     shutil.copytree(run, folder)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.cli import main
 from fedlightning.config.input_errors import InputError
 from fedlightning.experiments.methods import Method, without_place
@@ -256,6 +257,26 @@ def test_private_trials_are_refused_without_scores_or_a_ledger(tmp_path):
             refuse_private(runs(name, 2, **options))
         refuse_private(runs(name, 1, **options))
         refuse_private(runs(name, 2, **options, ledger=str(tmp_path)))
+
+
+def test_updates_and_records_are_counted_apart(tmp_path):
+    """One run of both callbacks counted as two; of one ledger, what records had spent was added to what updates will."""
+    pytest.importorskip("opacus")
+    options = {"delta": 1e-3, "noise_multiplier": 0.7, "epsilon": 8.0, "scores": "in the clear"}
+
+    def runs(**ledger):
+        names = ("ClientDP", "SampleDP")
+        entries = [{"class_path": f"fedlightning.callbacks.{name}", "init_args": options | ledger} for name in names]
+        return [Method("a", [], {"trainer": {"callbacks": entries, "max_rounds": 1}})]
+
+    refuse_private(runs())
+    with pytest.raises(InputError, match="ClientDP: 2 runs on the same data add up"):
+        refuse_private(runs() * 2)
+    Ledger(str(tmp_path), "a client", "of records").note([(1.0, 1.0, 2)])
+    refuse_private(runs(ledger=str(tmp_path)))
+    Ledger(str(tmp_path), "clients", "of updates").note([(0.5, 1.0, 9)])
+    with pytest.raises(InputError, match="ClientDP: 1 runs would make epsilon"):
+        refuse_private(runs(ledger=str(tmp_path)))
 
 
 @pytest.mark.slow

@@ -150,6 +150,19 @@ def test_one_seed_on_other_test_data_is_left_out(tmp_path):
     assert next(r for r in study.differences() if r["method"] == "fliu")["n"] == 2
 
 
+def test_a_private_run_is_measured_against_baselines_that_tell_on_what_they_trained(tmp_path):
+    """It withholds hashes of its training and validation data, and was "on another train split"."""
+
+    def withhold(method, seed, rows, summary):
+        if method == "fliu":
+            for split in ("train", "val"):
+                del summary["data"]["splits"][split]
+
+    study = Study(write_study(tmp_path, edit=withhold))
+    assert not texts(study, "uncomparable_baseline") and not texts(study, "different_training_data")
+    assert row_of(study, "fliu")["ipr"] is not None
+
+
 def test_a_method_on_other_test_data_is_in_no_comparison(tmp_path):
     study = Study(write_study(tmp_path, edit=split_edit("fliu", None), shift={"fliu": 0.9}))
     row = row_of(study, "fliu")

@@ -11,7 +11,7 @@ from fedlightning.report.figures.spread import against
 from fedlightning.report.html import Picture, Section
 from fedlightning.scores.metric_names import bare, higher_is_better, metric_label
 from fedlightning.study.columns import GLOBAL, LOCAL, POOLED, STAGES
-from fedlightning.study.target_units import target_of
+from fedlightning.study.target_units import describe_units, target_of
 
 
 def overview(context: Context) -> Section | None:
@@ -128,8 +128,7 @@ def _not_asked(context: Context) -> list[str]:
 
 def _units(context: Context) -> list[str]:
     """Return the note that says in what units errors of a regression are."""
-    targets = [target_of(run.config) for run in context.study.data.runs]
-    return [text for target in targets[:1] if (text := target.in_words(context.study.data.metric))]
+    return describe_units((target_of(run.config) for run in context.study.data.runs), context.study.data.metric)
 
 
 def _deployed(rows: Sequence[Row]) -> list[str]:
