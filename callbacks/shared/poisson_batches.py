@@ -161,7 +161,8 @@ def _rows_of(dataset: Any, places: np.ndarray) -> np.ndarray:
         starts = zip(dataset.datasets, [0, *dataset.cumulative_sizes], strict=False)
         insides = ((part, places[(start <= places) & (places < start + len(part))] - start) for part, start in starts)  # type: ignore[arg-type]
         return np.concatenate([_rows_of(part, inside) for part, inside in insides])
-    source, indices = getattr(dataset, "dataset", None), getattr(dataset, "indices", None)
+    source: Any = getattr(dataset, "dataset", None)
+    indices: Any = getattr(dataset, "indices", None)
     if hasattr(source, "__len__") and hasattr(indices, "__len__") and len(indices) == len(dataset):
         return _rows_of(source, np.asarray(indices)[places] % len(source))
     if hasattr(source, "__len__") and hasattr(source, "__getitem__") and len(source) == len(dataset):

@@ -281,14 +281,14 @@ def architecture_key(module: nn.Module) -> Hashable:
 def attributes_key(module: nn.Module) -> Hashable:
     """Return a key of a module's attributes: of hooks their number, of an object that is no tree of numbers its class."""
     return tuple(
-        (name, (len(value) if hasattr(value, "__len__") else None) if name in BARE else _contents(value))
+        (name, len(value)) if name in BARE else (name, _contents(value))
         for name, value in vars(module).items()
-        if name not in NOTES
+        if name not in NOTES and (name not in BARE or (isinstance(value, dict) and value))
     )
 
 
 def _contents(value: Any) -> Hashable:
-    kind = type(value)
+    kind: Any = type(value)
     if kind in PLAIN:
         return kind, value
     if isinstance(value, Tensor):
