@@ -61,7 +61,7 @@ def parser() -> Parser:
         "--grid",
         default="",
         metavar="FILE",
-        help="in place of CONFIGs: a file with methods and variants, such as attacks or budgets; every method is run "
+        help="in place of CONFIGs: a file with methods and maybe variants, such as attacks or budgets; every method is run "
         "under every variant, without baselines unless --baselines names some, and the report has the table of all",
     )
     command.add_argument("--out", type=Path, metavar="DIR", help="folder for all files; default: runs/compare_LABELS")

@@ -44,7 +44,7 @@ class Grid:
     Attributes:
         before: Files that are read before those of a method.
         methods: Name -> files of a method, a row of the report's table.
-        variants: Name -> files of a variant, read after those of the method: a column.
+        variants: Name -> files of a variant, read after those of the method: a column. Without any, methods are run as they are.
     """
 
     before: list[str]
@@ -61,9 +61,19 @@ class Grid:
         """
         return {tidy(f"{row}_{column}"): (row, column) for row in self.methods for column in self.variants}
 
+    @property
+    def runs(self) -> dict[str, list[str]]:
+        """Name of a run -> its files, in the order in which they are read."""
+        if not self.variants:
+            return {tidy(row): [*self.before, *files] for row, files in self.methods.items()}
+        return {
+            name: [*self.before, *self.methods[row], *self.variants[column]]
+            for name, (row, column) in self.cells.items()
+        }
+
 
 def read_grid(path: Path, folder: Path) -> Grid:
-    """Read a grid: `config`, and by name `methods` and `variants`. Files are relative to the grid's own folder.
+    """Read a grid: `config`, by name `methods`, and maybe `variants`. Files are relative to the grid's own folder.
 
     Args:
         path: The file. A method or variant is a file, a list of files, or what would stand in one.
@@ -91,14 +101,13 @@ def read_grid(path: Path, folder: Path) -> Grid:
         return [str(aside)]
 
     before = files(block.take("config", default=[]))
-    methods, variants = (
-        {name: files(value) for name, value in block.take(key, Names).items()} for key in ("methods", "variants")
-    )
+    methods = {name: files(value) for name, value in block.take("methods", Names).items()}
+    variants = {name: files(value) for name, value in block.take("variants", Names, default={}).items()}
     block.finish()
     grid = Grid(before, methods, variants)
-    if not grid.cells or not all(name.strip() for name in (*methods, *variants)):
-        raise block.error("needs methods and variants, and none of their names may be empty.")
-    if len({name.lower() for name in grid.cells}) < len(methods) * len(variants):
+    if not methods or not all(name.strip() for name in (*methods, *variants)):
+        raise block.error("needs methods, and no name of a method or variant may be empty.")
+    if len({name.lower() for name in grid.runs}) < len(methods) * max(len(variants), 1):
         raise InputError(f"{path}: two runs would have one name. Name methods and variants otherwise.")
     return grid
 
@@ -208,11 +217,7 @@ def _stacks(request: Request, folder: Path) -> tuple[dict[str, tuple[str, str]],
     """Return the cells of the grid by name, and the files that make each method, in the order in which they are read."""
     if request.grid:
         grid = read_grid(Path(request.grid), folder)
-        stacks = {
-            name: [*grid.before, *grid.methods[row], *grid.variants[column]]
-            for name, (row, column) in grid.cells.items()
-        }
-        cells = grid.cells
+        cells, stacks = grid.cells, grid.runs
     else:
         pairs = [split_label(word) for word in request.files]
         try:

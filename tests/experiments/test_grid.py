@@ -22,7 +22,7 @@ from tests.experiments.tiny import request, small
 from tests.report.made_up import make_study
 
 ROOT = Path(__file__).parents[2]
-GRIDS = {"robust/attacks": (8, 5), "private/budgets": (4, 3)}
+GRIDS = {"robust/attacks": (8, 5), "private/budgets": (4, 3), "language/mails_methods": (5, 0)}
 FAST = ["--trainer.max_rounds=1", "--trainer.local_epochs=1"]
 
 
@@ -67,7 +67,8 @@ def test_aliases_are_bounded(text, reason, tmp_path):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"methods": {"a": {}}}, "the grid has no 'variants'"),
+        ({"variants": {"a": {}}}, "the grid has no 'methods'"),
+        ({"methods": {"a b": {}, "a-b": {}}}, "one name"),
         (
             {"methods": {"a": {}}, "variants": {"b": {}}, "seeds": 3},
             "the grid has the key 'seeds', which means nothing",
@@ -76,8 +77,8 @@ def test_aliases_are_bounded(text, reason, tmp_path):
         ({"methods": {"a b": {}, "a-b": {}}, "variants": {"c": {}}}, "one name"),
         ({"methods": {"a": {}, "A": {}}, "variants": {"c": {}}}, "one name"),
         ({"methods": {1: {}, "1": {}}, "variants": {"c": {}}}, "the key '1' stands there twice"),
-        ({"methods": {"a": {}}, "variants": {"": {}}}, "none of their names may be empty"),
-        ({"methods": {}, "variants": {"b": {}}}, "needs methods and variants"),
+        ({"methods": {"a": {}}, "variants": {"": {}}}, "no name of a method or variant may be empty"),
+        ({"methods": {}, "variants": {"b": {}}}, "needs methods"),
     ],
 )
 def test_what_is_no_grid(given, reason, tmp_path):
@@ -106,6 +107,14 @@ def test_cells_read_the_grids_own_file_the_method_the_variant_and_what_overrides
     path.write_text(path.read_text().replace("local_epochs: 4", "local_epoch: 4"))
     with pytest.raises(InputError, match=r"m_v \(.*grid\.yaml"):
         make_plan(request([], grid=str(path), baselines=[]))
+
+
+def test_methods_without_variants_are_run_as_they_are(tmp_path):
+    small(tmp_path / "a.yaml", max_rounds=2)
+    methods = {"m": {"trainer": {"local_epochs": 3}}, "n, too": {}}
+    plan = make_plan(request([], grid=str(written(tmp_path, config="a.yaml", methods=methods)), baselines=["Local"]))
+    assert [method.name for method in plan.methods] == ["m", "n-too", "local"]
+    assert not any(method.cell for method in plan.methods) and plan.methods[0].config["trainer"]["local_epochs"] == 3
 
 
 def test_a_grid_is_no_configuration_of_one_run():
