@@ -44,7 +44,8 @@ class Grid:
     Attributes:
         before: Files that are read before those of a method.
         methods: Name -> files of a method, a row of the report's table.
-        variants: Name -> files of a variant, read after those of the method: a column. Without any, methods are run as they are.
+        variants: Name -> files of a variant, read after those of the method: a column. Without
+            any, methods are run as they are.
     """
 
     before: list[str]
