@@ -163,29 +163,32 @@ def word_of_best(study: StudyData) -> str:
 def still_improving(study: StudyData) -> dict[str, float]:
     """Return method -> share of all that its validation curve gained in the last quarter of its rounds, where that is much.
 
-    The curve is that of models as received (L1), else of the server's, by the study's metric, else by the loss; every seed
-    must still improve.
+    The curve is that of models as received (L1), else of the server's, by the study's metric, else by the loss. Gains are
+    means over seeds, since a round moves one seed's score by chance. What fine-tunes after the last round is no part of it.
     """
-    gains = {}
+    shares = {}
     for method in study.methods:
-        shares = [_late_share(study.finished[method, seed].run, study) for seed in study.seeds_of(method)]
-        measured = [share for share in shares if share is not None]
-        if measured and len(measured) == len(shares) and min(measured) > LATE_SHARE:
-            gains[method] = fmean(measured)
-    return gains
+        gains = [_gains_of_rounds(study.finished[method, seed].run, study) for seed in study.seeds_of(method)]
+        measured = [gain for gain in gains if gain is not None]
+        if not measured or len(measured) < len(gains):
+            continue
+        late, total = (fmean(part) for part in zip(*measured, strict=True))
+        if late > LATE_SHARE * total > 0:
+            shares[method] = late / total
+    return shares
 
 
-def _late_share(run: Run, study: StudyData) -> float | None:
+def _gains_of_rounds(run: Run, study: StudyData) -> tuple[float, float] | None:
+    """Return what a curve gained in the last quarter of its rounds, and in all of them."""
     for metric, sign in ((study.metric, 1.0 if study.higher_is_better else -1.0), ("loss", -1.0)):
         means = round_means(run, metric)
+        rounds = [key for key in sorted(means, key=lambda key: key[2]) if key[2] <= run.summary.get("rounds", math.inf)]
         for stage in ("L1", "G"):
-            points = [means[key] for key in sorted(means, key=lambda key: key[2]) if key[:2] == (stage, LOCAL)]
+            points = [means[key] for key in rounds if key[:2] == (stage, LOCAL)]
             values = [sign * value for value in points if value is not None]
             if len(values) >= 4 and len(values) == len(points):
                 quarter = len(values) // 4
-                gained = max(values) - values[0]
-                late = fmean(values[-quarter:]) - fmean(values[-2 * quarter : -quarter])
-                return late / gained if gained > 0 else 0.0
+                return fmean(values[-quarter:]) - fmean(values[-2 * quarter : -quarter]), max(values) - values[0]
     return None
 
 
