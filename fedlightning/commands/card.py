@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from fedlightning.catalogue import find
+from fedlightning.catalogue import Algorithm, find
 from fedlightning.commands.folders import find_run
 from fedlightning.commands.json_output import print_json
 from fedlightning.commands.study_options import Parser
@@ -19,6 +19,7 @@ from fedlightning.scores.metric_names import ACCURACY, higher_is_better
 from fedlightning.storage.files import read_json
 from fedlightning.study.calibration import wilson
 from fedlightning.study.finished_runs import Run, load_run
+from fedlightning.study.roles import acting_callbacks
 from fedlightning.study.run_scores import common_metric
 from fedlightning.study.target_units import target_of
 
@@ -62,7 +63,7 @@ def parser() -> Parser:
 def card(words: Sequence[str]) -> int:
     """Carry out the command and return its exit code."""
     options = parser().parse_args(list(words))
-    folder = find_run(options.run)
+    folder = find_run(options.run, "metrics.csv")
     run = load_run(folder)
     out: Path = options.out or folder / "card"
     if (out / "README.md").exists() and not options.force:
@@ -95,9 +96,10 @@ def card_of(run: Run, metric: str, licence: str | None = None) -> str:
         licence: Licence of the model.
     """
     summary = run.summary
+    title = f"{summary.get('model', 'A model')}, trained by {' + '.join(_algorithms(summary))}"
     parts = [
         _head(run, metric, licence),
-        f"# {summary.get('model', 'A model')}, trained by {_names(summary)} on {summary.get('num_clients', '?')} clients\n",
+        f"# {title} on {summary.get('num_clients', '?')} clients\n",
         f"Made with FedLightning {summary.get('versions', {}).get('fedlightning', '?')}.\n",
         f"{ADD}\n",
         "## Data\n",
@@ -114,19 +116,15 @@ def card_of(run: Run, metric: str, licence: str | None = None) -> str:
     return "\n".join(parts)
 
 
-def _names(summary: Mapping[str, Any]) -> str:
-    return " + ".join(_algorithms(summary)) or "FedAvg"
-
-
-def _algorithms(summary: Mapping[str, Any]) -> list[str]:
-    """Return the callbacks of a run that the catalogue has."""
-    names = []
-    for name in summary.get("callbacks", {}):
+def _algorithms(summary: Mapping[str, Any]) -> dict[str, Algorithm | None]:
+    """Return the algorithms of a run with their rows in the catalogue, which has none of a method of the user's."""
+    rows: dict[str, Algorithm | None] = {}
+    for name in acting_callbacks(summary) or ["FedAvg"]:
         try:
-            names.append(find(name).name)
-        except ValueError:  # a checkpoint, or a callback of the user's
-            continue
-    return names
+            rows[name] = find(name)
+        except ValueError:
+            rows[name] = None
+    return rows
 
 
 def _head(run: Run, metric: str, licence: str | None) -> str:
@@ -167,11 +165,12 @@ def _data(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _methods(summary: Mapping[str, Any]) -> Iterator[str]:
-    for name in _algorithms(summary) or ["FedAvg"]:
-        row = find(name)
+    algorithms = _algorithms(summary)
+    for name, row in algorithms.items():
         options = ", ".join(f"{key}={value!r}" for key, value in summary.get("callbacks", {}).get(name, {}).items())
-        yield f"**{name}**({options}): {row.sentence} {row.paper}.\n"
-    others = [name for name in summary.get("callbacks", {}) if name not in _algorithms(summary)]
+        what = "*to be added: what it does, and its paper.*" if row is None else f"{row.sentence} {row.paper}."
+        yield f"**{name}**({options}): {what}\n"
+    others = [name for name in summary.get("callbacks", {}) if name not in algorithms]
     if others:
         yield f"Beside it: {', '.join(others)}.\n"
     steps, agreed = summary.get("local_steps_total"), summary.get("terms", {})
@@ -217,8 +216,10 @@ def _with_interval(value: float | None, samples: int | None, metric: str) -> str
 
 def _shared(run: Run) -> Iterator[str]:
     summary = run.summary
-    for name in _algorithms(summary) or ["FedAvg"]:
-        row = find(name)
+    for name, row in _algorithms(summary).items():
+        if row is None:
+            yield f"- **{name}**: *to be added: what it sends, and what never leaves a client.*"
+            continue
         yield f"- **{name}**: down {row.down}; up {row.up}. What may ever leave a client: {row.leaves}."
         if row.of_clients:
             yield f"- The server kept of each client: {row.of_clients}."

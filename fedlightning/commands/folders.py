@@ -13,15 +13,20 @@ from fedlightning.resume.loggers import BEGINNING
 from fedlightning.storage.files import is_writing_process
 
 
-def find_run(path: str) -> Path:
-    """Return the folder of a run: `path` itself, or the newest version in it."""
+def find_run(path: str, file: str = "config.yaml") -> Path:
+    """Return the folder of a run that has a file: `path` itself, or the newest version in it."""
     folder = Path(path).resolve()
-    if (folder / "config.yaml").exists():
+    if (folder / file).exists():
         return folder
-    versions = sorted(folder.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime)
+    versions = sorted(folder.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime)
     if versions:
         return versions[-1].parent
-    what = "has no config.yaml" if folder.exists() else "does not exist"
+    if any(folder.glob("metrics.csv")) or any(folder.glob("*/metrics.csv")):
+        raise InputError(
+            f"'{path}' has no {file}: that run was made in Python, and only its script can make its model and data again. "
+            "There, trainer.restore(model, datamodule, folder) loads it; test, validate and predict follow."
+        )
+    what = f"has no {file}" if folder.exists() else "does not exist"
     raise InputError(f"'{path}' {what}. A run lies in a folder such as runs/quickstart/version_0.")
 
 

@@ -293,11 +293,10 @@ class View(Watcher):
         self.estimate.ended(task, outcome.seconds if whole else None)
         self.done += outcome.error is None
         self.failed += outcome.error is not None
-        how = f"done in {duration(outcome.seconds)}" if outcome.error is None else f"FAILED: {outcome.error}"
-        count = f"[{self.done + self.failed}/{self.total}]"
-        self._say(
-            f"{count} {task.name}, seed {task.seed}: {how}" + (f" See {task.folder / LOG}." if outcome.error else "")
-        )
+        how = f"done in {duration(outcome.seconds)}"
+        if outcome.error is not None:
+            how = f"FAILED: {outcome.error.rstrip('.')}. See {task.folder / LOG}."
+        self._say(f"[{self.done + self.failed}/{self.total}] {task.name}, seed {task.seed}: {how}")
 
     def tick(self, running: Mapping[Task, float]) -> None:
         """Update the bar."""

@@ -145,7 +145,8 @@ def as_tex(study: Study, name: str = "") -> str:
         score = rf"{{\boldmath{score}}}" if row["mean"] is not None and row["mean"] == best else score
         gap = word if row["best"] else _tex_interval(row["gap"], row["gap_ci95"], None)
         p = "" if row["gap_p_holm"] is None else "$<0.001$" if row["gap_p_holm"] < 0.001 else f"{row['gap_p_holm']:.3f}"
-        cells = (_tex(row["method"]), score, _tex_interval(row["worst"], None, None), gap, p)
+        seeds = f" ({row['n_seeds']} of {row['seeds']} seeds)" if row["n_seeds"] < row["seeds"] else ""
+        cells = (_tex(row["method"] + seeds), score, _tex_interval(row["worst"], None, None), gap, p)
         lines.append(f"{' & '.join(cells)} {chr(92) * 2}")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from fedlightning.study.finished_runs import Run
 
 ROLES = {"siloed": "Local", "fedavg": "FedAvg", "finetuned": "LocalAdaptation", "central": "Central"}
@@ -32,16 +35,17 @@ def role(run: Run) -> str | None:
     if "callbacks" not in run.summary:
         plain = run.name.lower().replace("-", "").replace("_", "").replace(" ", "")
         return next((name for name, words in _OTHER_NAMES.items() if plain in words), None)
-    acting = {key for key in run.summary["callbacks"] if key not in _onlookers()}
+    acting = set(acting_callbacks(run.summary))
     if acting <= {ROLES["fedavg"]}:
         return "fedavg"  # with no algorithm named, the core's own round is FedAvg
     acting -= {ROLES["fedavg"]}
     return next((name for name, algorithm in ROLES.items() if acting == {algorithm}), None)
 
 
-def _onlookers() -> set[str]:
-    """Return the names of our callbacks that are not an algorithm: checkpoints and diagnostics."""
+def acting_callbacks(summary: Mapping[str, Any]) -> list[str]:
+    """Return the callbacks of a run that are algorithms: all but our checkpoints and diagnostics."""
     from fedlightning import callbacks
     from fedlightning.catalogue import ALGORITHMS
 
-    return set(callbacks.__all__) - {row.name for row in ALGORITHMS}
+    onlookers = set(callbacks.__all__) - {row.name for row in ALGORITHMS}
+    return [key for key in summary.get("callbacks", {}) if key not in onlookers]

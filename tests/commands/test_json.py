@@ -159,6 +159,30 @@ def test_card(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> 
     assert main(["card", str(run), "--out", str(out)]) == 2  # what is there is not overwritten
 
 
+def test_a_card_names_a_method_that_no_catalogue_has_and_asks_for_its_words(run: Path, tmp_path: Path) -> None:
+    """It said "trained by FedAvg" of a run with somebody's own method. Such a run may be made in Python, too."""
+    folder = tmp_path / "version_0"
+    shutil.copytree(run, folder)
+    (folder / "config.yaml").unlink()
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["callbacks"] = {"LocalCheckpoint": {}, "MyMethod": {"strength": 0.5}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert main(["card", str(folder)]) == 0
+    text = (folder / "card/README.md").read_text()
+    assert "trained by MyMethod on" in text and "FedAvg" not in text
+    assert "**MyMethod**(strength=0.5): *to be added" in text and "- **MyMethod**: *to be added: what it sends" in text
+
+
+def test_a_run_without_configuration_is_told_from_a_folder_that_is_no_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["test", "--run", str(tmp_path)]) == 2
+    assert "has no config.yaml. A run lies in a folder" in " ".join(capsys.readouterr().err.split())
+    (tmp_path / "metrics.csv").touch()
+    assert main(["test", "--run", str(tmp_path)]) == 2
+    assert "that run was made in Python" in " ".join(capsys.readouterr().err.split())
+
+
 def test_errors_of_a_regression_are_in_its_targets_units_in_whatever_tells_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -279,7 +279,7 @@ def test_the_bar_says_what_is_going_on(tmp_path):
         shown = view.bar.tasks[0].description
         assert "mine 3 (2/7)" in shown
         assert "1 min 40 s left" in shown
-        view.ended(task, Outcome("It broke.", 21.0))
+        view.ended(task, Outcome("It broke", 21.0))
         view.tick({})
         assert "1 failed" in view.bar.tasks[0].description
-    assert "[1/2] mine, seed 3: FAILED: It broke." in screen.export_text()
+    assert "[1/2] mine, seed 3: FAILED: It broke. See" in screen.export_text()

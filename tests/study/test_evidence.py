@@ -84,6 +84,15 @@ def test_no_method_is_best_where_none_is_above_the_commonest_class(tmp_path):
     )
 
 
+def test_a_table_for_latex_says_which_mean_is_of_fewer_seeds(tmp_path):
+    runs = [run for run in study_of(tmp_path, GOOD).data.runs if (run.name, run.seed) != ("fedavg", 1)]
+    lines = as_tex(Study(runs, metric="accuracy")).splitlines()
+    assert [line.split(" & ")[0] for line in lines if line.startswith(("silo", "fedavg"))] == [
+        "silo",
+        "fedavg (2 of 3 seeds)",
+    ]
+
+
 def test_the_methods_that_have_learnt_nothing_are_named_where_another_has(tmp_path):
     study = study_of(tmp_path, GOOD | {"fedprox": [0.75, 0.7, 0.7, 0.75]})
     text = kinds(study)["nothing_learnt"]
