@@ -120,6 +120,20 @@ def test_damaged_lines_are_passed_over(text, tmp_path):
     assert RunFiles(tmp_path).state()["rounds"] == 3
 
 
+def test_errors_of_a_regression_say_their_units(folder):
+    """The page wrote no unit beside an error that it had multiplied."""
+    rows = (folder / "metrics.csv").read_text().replace("val_loss", "val_rmse")
+    (folder / "metrics.csv").write_text(rows)
+    (folder / "config.yaml").write_text(
+        "model: {class_path: fedlightning.models.Regressor}\ndata: {init_args: {target: days, target_statistics: [9, 6]}}\n"
+    )
+    state = RunFiles(folder).state()
+    assert state["units"]["val_rmse"] == [
+        "RMSE is in the units of days; metrics.csv has it in standard deviations (6)."
+    ]
+    assert set(state["units"]) == set(state["curves"])
+
+
 def test_the_expected_end_is_from_the_newest_rounds(folder):
     manifest = json.loads((folder / "checkpoints/last/manifest.json").read_text())
     for number, entry in enumerate(manifest["extra"]["history"]):
@@ -179,6 +193,7 @@ def test_a_grid_of_runs_as_it_fills(study):
     ]
     assert (state["runs"][1]["rounds"], state["runs"][1]["max_rounds"]) == (3, 6)
     assert state["left"] == pytest.approx(30 * (1 + 0.5))  # one to come, one half done, one at a time
+    assert set(state["units"]) == set(state["metrics"])
     assert state["metrics"][-1] == "train_loss" and state["runs"][0]["metrics"]["val_loss"] > 0
     (study / "tasks").mkdir()
     shutil.move(study / "study.json", study / "tasks/study.json")

@@ -15,6 +15,7 @@ from fedlightning.config.input_errors import InputError
 from fedlightning.experiments.execute import LOG
 from fedlightning.storage.files import UnreadableError
 from fedlightning.study.finished_runs import STUDY_FILE, read_study_file
+from fedlightning.study.target_units import describe_units
 
 LEVELS = ("", "*/", "*/*/", "*/*/*/")
 """Where lists of runs are below a folder: `league` has one for each task."""
@@ -73,12 +74,13 @@ class Watched:
         ]
 
     def _grid(self, studies: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-        runs = []
+        runs, targets = [], []
         # a command writes it as it begins
         begun = {place: written(self.folder / place / ".lock") for place, _ in studies}
         for place, folder, entry in self._entries(studies):
             files = self._files(self.folder / folder)
             files.scores.read()
+            targets.append(files.scores.target())
             rounds, state = files.rounds(), entry["state"]
             started = written(self.folder / folder / LOG) >= begun[place] > 0
             going = state == "pending" and (rounds > 0 or started)
@@ -108,7 +110,8 @@ class Watched:
             "command": command,
             "grows": grows,
             "runs": runs,
-            "metrics": in_importance({name for run in runs for name in run["metrics"]}),
+            "metrics": (metrics := in_importance({name for run in runs for name in run["metrics"]})),
+            "units": {metric: describe_units(targets, metric) for metric in metrics},
             "left": None if each is None or not left or grows else each * left / max(len(going), 1),
         }
 

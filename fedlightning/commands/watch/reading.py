@@ -16,7 +16,7 @@ from fedlightning.resume.manifest import whole
 from fedlightning.scores.metric_names import DEFAULTS, bare
 from fedlightning.storage.files import read_json
 from fedlightning.study.finished_runs import natural
-from fedlightning.study.target_units import Target, target_of
+from fedlightning.study.target_units import Target, describe_units, target_of
 
 COLUMNS = ("round", "stage", "model", "checkpoint", "data", "split", "client", "metric", "value", "num_samples")
 SHOWN_CLIENTS, SHOWN_FAILURES = 500, 50
@@ -153,6 +153,7 @@ class RunFiles:
             "bytes_down": sum(entry.get("bytes_down", 0) for entry in history),
             "epsilon": self._epsilon(),
             "curves": {name: self._curve(name) for name in in_importance(self.scores.curves)},
+            "units": {name: describe_units([self.scores.target()], name) for name in self.scores.curves},
             "clients": [client | {"failures": counts.get(client["client"], 0)} for client in clients[:SHOWN_CLIENTS]],
             "num_clients": max(len(clients), len(extra.get("clients") or [])),
             "failures": failures[-SHOWN_FAILURES:][::-1],
