@@ -15,6 +15,8 @@ from fedlightning.commands.json_output import print_json
 from fedlightning.commands.study_options import Parser
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.config.input_errors import InputError
+from fedlightning.report.cells import is_number
+from fedlightning.report.sections.privacy import describe_account
 from fedlightning.scores.metric_names import ACCURACY, higher_is_better
 from fedlightning.storage.files import read_json
 from fedlightning.study.calibration import wilson
@@ -35,6 +37,7 @@ examples:
 ADD = "*To be added by whoever publishes this: whose data these are, with which consent, and what the model is for.*"
 """What no run knows."""
 GLOBAL, PRIVACY = Path("checkpoints/global.ckpt"), Path("privacy.json")
+SPENT = ("epsilon", "epsilon_participants_known", "delta", "clip", "noise_multiplier", "rounds")
 USE = """## Use it
 
 ```python
@@ -231,5 +234,12 @@ def _shared(run: Run) -> Iterator[str]:
     if spent is None or not spent.exists():
         yield "- No differential privacy was accounted for: models can say something about the data they were trained on.\n"
         return
-    costs = ", ".join(f"{name} {value}" for name, value in read_json(spent).items())
-    yield f"- Differential privacy, as the run accounted for it ({PRIVACY}): {costs}. The scores above are not covered.\n"
+    account = read_json(spent)
+    if not account.get("private"):
+        yield f"- No differential privacy: the noise came from a fixed seed ({PRIVACY}).\n"
+        return
+    costs = ", ".join(f"{name.replace('_', ' ')} {account[name]:.4g}" for name in SPENT if is_number(account.get(name)))
+    yield (
+        f"- Differential privacy, as the run accounted for it ({PRIVACY}): {costs}. {describe_account(account)} The scores "
+        "above are not covered.\n"
+    )

@@ -14,7 +14,7 @@ from fedlightning.commands.terminal import console, say
 from fedlightning.compat import sheets
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.parsing import CommandLine
-from fedlightning.errors import listed
+from fedlightning.errors import count_of, listed
 
 
 class PartitionCommand(CommandLine):
@@ -53,9 +53,8 @@ class PartitionCommand(CommandLine):
         by_class = len(report.classes) > 1
         screen.print(f"Samples of each client{' by class' if by_class else ''} ({split} split)", style="bold")
         print_whole(screen, partition_table(report, screen.width))
-        text = (
-            f"{len(report.client_ids)} clients, {int(report.sizes.sum())} samples, the smallest has {report.min_size}."
-        )
+        clients = count_of(report.client_ids, "client")
+        text = f"{clients}, {int(report.sizes.sum())} samples, the smallest has {report.min_size}."
         if by_class:
             text += (
                 "\nTV: total variation between a client's labels and all labels, 0 equal to 1 disjoint; mean "
@@ -75,7 +74,8 @@ class PartitionCommand(CommandLine):
                 f"A sample has {len(names)} features, in_features={len(names)} of its network: {listed(names, most=30)}.",
                 highlight=False,
             )
-        inputs = input_separation(data, split) if data.wanted_statistics is None else None
+        compared = len(report.client_ids) > 1 and data.wanted_statistics is None
+        inputs = input_separation(data, split) if compared else None
         if inputs is not None:
             scaled = getattr(data, "scale", None) == "local"
             screen.print(inputs_in_words(inputs, "clients") + (LOCAL if scaled else ""), highlight=False)

@@ -95,7 +95,8 @@ class AtSite(CommandLine):
             options = ", ".join(f"{option}: {value}" for option, value in data.named_by_file.items())
             raise InputError(
                 f"this site's file alone decides {options}. Another site's may have other words, which would mean something "
-                "else to the network: give these options in the data section of every site."
+                "else to the network: give these options in the data section of every site. With `categories` other words "
+                "share one more feature: `fedlightning partition` says the in_features."
             )
         all_clients = here = list(data.client_ids)
         if clients is not None:

@@ -37,7 +37,7 @@ from fedlightning.resume.config_changes import differences
 from fedlightning.server.population import refuse_statistics
 from fedlightning.sites import code_hashes
 from fedlightning.sites.agreement import DETAILS, agreement, leaving, own_key, refusal_of_changes, versions
-from fedlightning.sites.message_checks import ENVELOPES, Texts, fault_of_request
+from fedlightning.sites.message_checks import ENVELOPES, FILE, Texts, fault_of_request
 from fedlightning.sites.run_quotas import MAX_RUNS, RequestCounts, make_room
 from fedlightning.sites.site_log import SiteLog
 from fedlightning.sites.task_bounds import GREETED, Here, fault, kind_of, out_of_turn
@@ -236,7 +236,7 @@ class Site:
             return work()
         except BaseException as error:  # sys.exit in the user's code, too, ends no site
             reason = self.texts.of_error(client_failure(error))
-            self.log.refused(reason)
+            self.log.refused(reason.replace(f"{FILE} there", str(self.texts.file)))
             return write({"refused": reason})
 
     def _reply(self, request: bytes) -> bytes:

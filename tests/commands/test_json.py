@@ -226,11 +226,22 @@ def test_errors_of_a_regression_are_in_its_targets_units_in_whatever_tells_them(
 def test_the_card_says_what_privacy_was_spent(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "version_0"
     shutil.copytree(run, folder)
-    (folder / "privacy.json").write_text('{"private": true, "epsilon": 3.5, "delta": 1e-05}')
+    account = {
+        "private": True,
+        "epsilon": 3.49996,
+        "epsilon_by_client": {"0": 3.49996},
+        "delta": 1e-05,
+        "unit": "record",
+    }
+    account |= {"against": "all but the client", "in_the_clear": ["sizes"], "also": []}
+    (folder / "privacy.json").write_text(json.dumps(account))
     assert main(["card", str(folder)]) == 0
     text = (folder / "card/README.md").read_text()
-    assert "epsilon 3.5, delta 1e-05" in text and "scores above are not covered" in text
-    assert "No differential privacy" not in text
+    assert "epsilon 3.5, delta 1e-05. record: against all but the client. Not counted: sizes." in text
+    assert "scores above are not covered" in text and "No differential privacy" not in text and "{" not in text
+    (folder / "privacy.json").write_text(json.dumps(account | {"private": False, "epsilon": None}))
+    assert main(["card", str(folder), "--force"]) == 0
+    assert "No differential privacy: the noise came from a fixed seed" in (folder / "card/README.md").read_text()
 
 
 def test_intervals_of_the_card_are_wilson_s() -> None:

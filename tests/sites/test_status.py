@@ -236,6 +236,9 @@ def test_the_diary_of_a_site(tmp_path):
         f"Round {round}: trained client {client}" for round in (1, 2) for client in SHARES[0]
     ]
     assert len(said) == 7 and said[6].startswith("Refused a request of fl:1: ")
+    parts["0"]._reply = lambda request: 1 / 0
+    assert b"in errors.log there" in parts["0"].answer(b"")
+    assert said[7].endswith(f"in {parts['0'].texts.file})")  # here it is a file that can be opened
     parts["0"].log.end()
     assert read(tmp_path).state == "ended"
 

@@ -35,14 +35,7 @@ def privacy(context: Context) -> Section | None:
         Column("rounds", "rounds", "count"),
     ]  # fmt: skip
     table = context.table("privacy", "Differential privacy: what runs have spent", columns, rows, seeds=False)
-    notes = []
-    for account in accounts.values():
-        clear = ", ".join(map(str, account.get("in_the_clear") or [])) or "nothing"
-        also = "".join(f" Also: {promise}." for promise in map(str, account.get("also") or []))
-        notes.append(
-            f"{account.get('unit', 'unit')}: against {account.get('against', 'whom is not known')}. Not "
-            f"counted: {clear}.{also}"
-        )
+    notes = map(describe_account, accounts.values())
     return context.section(
         "privacy",
         "What was promised",
@@ -51,6 +44,14 @@ def privacy(context: Context) -> Section | None:
         "Each run counts alone, unless it has a ledger: who sees the models of several runs on the same data has the sum of "
         "them. Scores in this report are of test data, and are not counted.",
     )
+
+
+def describe_account(account: Mapping[str, Any]) -> str:
+    """Return what is hidden, from whom, and what was not counted."""
+    clear = ", ".join(map(str, account.get("in_the_clear") or [])) or "nothing"
+    also = "".join(f" Also: {promise}." for promise in map(str, account.get("also") or []))
+    against = account.get("against", "whom is not known")
+    return f"{account.get('unit', 'unit')}: against {against}. Not counted: {clear}.{also}"
 
 
 def _promises(context: Context) -> list[Any]:
