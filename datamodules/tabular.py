@@ -198,6 +198,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         self._form = Form(delimiter, decimal, encoding)
         self.feature_names: list[str] = []
         self._scaled_by_rows: list[str] = []
+        self._scaling_rows: dict[str, np.ndarray] = {}
         self._named_by_file: dict[str, Any] = {}
         self.class_names: list[str] | None = None
         self._divides = self.partitioner
@@ -246,11 +247,51 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             for place in range(len(ids))
         ]
         everything = [np.concatenate([split.indices[place] for split in splits.values()]) for place in range(len(ids))]
+        self._scaling_rows = dict(zip(ids, training_rows, strict=True))
         x = self._features(table, kept, training_rows, everything)
         dataset = ArrayDataset(torch.from_numpy(x).float(), y)
         for split in splits.values():
             split.dataset = dataset
         return ids, splits
+
+    def inputs_of(self, path: str | Path, client: str) -> torch.Tensor:
+        """Return the inputs of other rows, scaled and coded as those of a client, for its model or the global one.
+
+        Args:
+            path: A file with the columns of features; it need not have others.
+            client: Whose training and validation rows scale the new ones (`scale: local`).
+
+        Raises:
+            ValueError: If a word has no feature, or `scale: federated` or a number of `categories` was agreed on in a run.
+        """
+        if self.scale == "federated" or any(isinstance(words, int) for words in self.categories.values()):
+            raise ValueError(
+                "inputs_of does not know what clients agreed on in a run: give the numbers and words of its statistics.json "
+                "as statistics and categories, with scale: local."
+            )
+        self.indices(client)  # there is such a client
+        table, other = read_table(self.path, self._form), read_table(Path(path), self._form)
+        kept = complete([table[name] for name in self._targeted])
+        count = len(next(iter(other.values())).cells)
+        joined = {}
+        for name, column in table.items():
+            if name in {*self._targeted, *self._apart}:
+                continue
+            more = column_of(other, name, "feature")
+            if column.numbers is not None and more.numbers is None:
+                raise ValueError(f"{path}: column {name!r} holds words, and numbers in {self.path}.")
+            numbers = None if column.numbers is None else np.concatenate([column.numbers, more.numbers])
+            joined[name] = Column(name, column.cells + more.cells, numbers)
+        new = np.arange(kept.sum(), kept.sum() + count)
+        changed = copy.copy(self)
+        x = changed._features(joined, np.append(kept, np.ones(count, bool)), [self._scaling_rows[client]], [new])[new]
+        unseen = [name for name in changed.feature_names if name not in self.feature_names]
+        if unseen:
+            raise ValueError(
+                f"{path}: {unseen[0]} has no feature, since {self.path} has no such row. Leave such rows out, or train with "
+                "categories, in which other words have one."
+            )
+        return torch.from_numpy(x).to(next(iter(self._splits.values())).dataset.x.dtype)
 
     @property
     def columns(self) -> list[str]:

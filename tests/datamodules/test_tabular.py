@@ -349,3 +349,28 @@ def test_what_the_file_alone_decides_is_told(tmp_path):
     )
     named.setup()
     assert named.named_by_file == {}
+
+
+def test_new_rows_are_scaled_and_coded_as_the_client_s(tmp_path):
+    """Whoever loads a model and has new patients: their columns may be in another order, and others may lack."""
+    rows = patients()
+    data = ready(write(tmp_path, rows))
+    place = {name: rows[0].index(name) for name in ("sex", "dose", "age")}
+    here = [row for row in rows[1:] if row[4] == "Rome"]
+    new = write(tmp_path, [list(place), *([row[at] for at in place.values()] for row in here)], "new.csv")
+    x = data.inputs_of(new, "Rome")
+    assert x.dtype == torch.float32 and data.feature_names == ["age", "sex=f", "sex=m", "dose"]
+    assert torch.equal(x, data._splits["train"].dataset.x[[row[0] for row in here]])
+    assert not torch.equal(x, data.inputs_of(new, "Oslo"))
+    for change, match in (
+        ({"sex": "x"}, "sex=x has no feature"),
+        ({"age": "old"}, "column 'age' holds words, and numbers"),
+    ):
+        row = dict(zip(place, [here[0][at] for at in place.values()], strict=True)) | change
+        with pytest.raises(ValueError, match=match):
+            data.inputs_of(write(tmp_path, [list(row), list(row.values())], "bad.csv"), "Rome")
+    with pytest.raises(ValueError, match="no client 'Ulm'"):
+        data.inputs_of(new, "Ulm")
+    agreed = ready(write(tmp_path, rows), scale="federated")
+    with pytest.raises(ValueError, match="give the numbers and words of its statistics"):
+        agreed.inputs_of(new, "Rome")
