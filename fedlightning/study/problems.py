@@ -236,8 +236,8 @@ def _undefined(study: StudyData) -> Iterator[Problem]:
                 clients += [client for client in score.undefined if client not in clients]
     for metric, clients in clients_by_metric.items():
         text = (
-            f"{metric} is not defined on the data of client {', '.join(clients)} (one class only, or no positives, for "
-            "example). It is empty there, and means are over the other clients."
+            f"{metric} is not defined on the data of client{'s' * (len(clients) > 1)} {', '.join(clients)} (one class only, "
+            "no positives, or too few events, for example). It is empty there, and means are over the other clients."
         )
         yield Problem("undefined", None, None, text)
 

@@ -91,10 +91,11 @@ def mixed_scales(targets: Iterable[tuple[str, Target]], metric: str) -> str | No
     Example:
         >>> runs = [("A", Target("days", 6.0)), ("B", Target("days", 6.0, own_module=False))]
         >>> mixed_scales(runs, "rmse"), mixed_scales(runs, "loss")
-        ('RMSE is of days in A; of days / 6 in B: give all runs the same target_statistics and kind of module.', None)
+        ('RMSE is of days in A; of days / 6 in B: give all runs the same target, target_statistics and kind of module.', None)
     """
     named, runs_by_scale = list(targets), dict[str, dict[str, None]]()
-    if bare(metric) not in (*POWERS, "loss") or all(target.deviation == 1 for _, target in named):
+    units = {(target.name, target.deviation) for _, target in named if target.name or target.deviation != 1}
+    if bare(metric) not in (*POWERS, "loss") or (len(units) < 2 and all(by == 1 for _, by in units)):
         return None
     for name, target in named:
         by = target.deviation / (target.factor("rmse") if bare(metric) in POWERS else 1.0)
@@ -103,7 +104,7 @@ def mixed_scales(targets: Iterable[tuple[str, Target]], metric: str) -> str | No
     if len(runs_by_scale) < 2:
         return None
     scales = "; ".join(f"of {unit} in {join_words(names)}" for unit, names in runs_by_scale.items())
-    return f"{metric_label(bare(metric))} is {scales}: give all runs the same target_statistics and kind of module."
+    return f"{metric_label(bare(metric))} is {scales}: give all runs the same target, target_statistics and kind of module."
 
 
 def _is_regressor(model: Any) -> bool:

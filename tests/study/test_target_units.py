@@ -54,6 +54,9 @@ def test_runs_whose_errors_are_on_different_scales_are_told():
     ours, scaled, theirs, nobody = Target("days"), Target("days", 6.0), Target("days", 6.0, own_module=False), Target()
     assert mixed_scales([("A", ours), ("B", scaled), ("B", scaled)], "test_rmse") is None
     assert mixed_scales([("A", ours), ("B", nobody)], "loss") is None
+    assert mixed_scales([("A", ours), ("B", Target("cost"))], "mae").startswith(
+        "MAE is of days in A; of cost in B: give"
+    )
     assert mixed_scales([("A", ours), ("B", scaled), ("C", scaled)], "loss").startswith(
         "loss is of days in A; of days / 6 in B and C: give"
     )
