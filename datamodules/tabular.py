@@ -291,7 +291,9 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                 f"{path}: {unseen[0]} has no feature, since {self.path} has no such row. Leave such rows out, or train with "
                 "categories, in which other words have one."
             )
-        return torch.from_numpy(x).to(next(iter(self._splits.values())).dataset.x.dtype)
+        dataset = next(iter(self._splits.values())).dataset
+        assert isinstance(dataset, ArrayDataset)  # `build` made it, for all splits
+        return torch.from_numpy(x).to(dataset.x.dtype)
 
     @property
     def columns(self) -> list[str]:
