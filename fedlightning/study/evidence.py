@@ -164,7 +164,7 @@ def still_improving(study: StudyData) -> dict[str, float]:
     """Return method -> share of all that its validation curve gained in the last quarter of its rounds, where that is much.
 
     The curve is that of models as received (L1), else of the server's, by the study's metric, else by the loss. Gains are
-    means over seeds, since a round moves one seed's score by chance. What fine-tunes after the last round is no part of it.
+    means over seeds, since a round moves one seed's score by chance. What fine-tunes after the last round does not count.
     """
     shares = {}
     for method in study.methods:
