@@ -150,12 +150,14 @@ def show_evaluation(
         )
         table.add_row(line["client"], "" if line["samples"] is None else str(line["samples"]), *cells)
     print_whole(screen, table)
-    meanings = "".join(meaning for name, meaning in MEANINGS.items() if name in names[:MAX_LISTED])
+    has_intervals = any(line.get(f"{name}_ci95") for line in scored for name in names[:MAX_LISTED])
+    meanings = INTERVALS if has_intervals else ""
+    meanings += "".join(meaning for name, meaning in MEANINGS.items() if name in names[:MAX_LISTED])
     classes = [] if data is None else class_names_of(data)
     event = classes[1] if len(classes) == 2 else None  # of two classes the second is the event
-    meanings += f" Events are of class {event}." if event is not None else ""
+    meanings += f" Events are of class {event}." if event not in (None, "event") else ""
     meanings += "".join(f" {units}" for name in names[:MAX_LISTED] if (units := target.in_words(name)))
-    screen.print(f"{INTERVALS}{meanings} All columns are in the files.", highlight=False, markup=False)
+    screen.print(f"{meanings} All columns are in the files.".strip(), highlight=False, markup=False)
     if predicted is not None and predicted.reason:
         say(screen, f"No calibration slope: {predicted.reason}.", markup=False)
     files = []

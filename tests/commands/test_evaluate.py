@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fedlightning.cli import main
-from fedlightning.models import MLP, Classifier
+from fedlightning.models import MLP, Classifier, CoxRegressor, LogisticRegression
 from fedlightning.study.calibration import wilson
 from tests.commands.test_json import last_line
 
@@ -105,3 +105,13 @@ def test_a_configuration_of_a_table_comes_with_one(name, tmp_path, monkeypatch, 
     assert "a made-up table" in capsys.readouterr().out
     assert main(["partition", "--config", f"configs/data/{name}.yaml"]) == 0
     assert os.listdir("partition") and Path("partition/columns.csv").exists()
+
+
+def test_a_table_without_intervals_explains_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["configs", "copy", "data/lung", "models/lung_cox"]) == 0
+    torch.save(CoxRegressor(LogisticRegression(7, 1)).state_dict(), "given.pt")
+    words = ["--config", "configs/data/lung.yaml", "--config", "configs/models/lung_cox.yaml", "--least", "1"]
+    assert main(["evaluate", "given.pt", *words]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "C-index" in shown and "[95 %" not in shown and "Events are" not in shown
