@@ -115,3 +115,11 @@ def test_a_table_without_intervals_explains_none(tmp_path, monkeypatch, capsys):
     assert main(["evaluate", "given.pt", *words]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "C-index" in shown and "[95 %" not in shown and "Events are" not in shown
+
+
+def test_the_table_of_one_site_is_compared_with_nobody(folder, capsys):
+    rows = (folder / "ill.csv").read_text().splitlines()
+    (folder / "ill.csv").write_text("\n".join([rows[0], *(row for row in rows if "Rome" in row)]))
+    assert main(["partition", "--config", "c.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 client, " in shown and "between clients;" not in shown
