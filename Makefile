@@ -26,10 +26,11 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Without bytecode each worker, and each program that a test starts, would compile tests and package anew: a minute.
 BYTECODE := PYTHONDONTWRITEBYTECODE=
 PYTEST = $(ONE_THREAD) $(BYTECODE) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+NOT_SLOW := -m "not slow"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-all test-slow test-anywhere test-versions test-flower test-flower-all test-flower-catalogue coverage lint format types registry docs test-docs dist hashes bench clean distclean
+.PHONY: help install quickstart test test-long measure-tests test-all test-slow test-anywhere test-versions test-flower test-flower-all test-flower-catalogue coverage lint format types registry docs test-docs dist hashes bench clean distclean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,8 +56,14 @@ install: $(STAMP) ## create the environment and install FedLightning in it, edit
 quickstart: $(BASE) ## run examples/quickstart.py: a small federated training from end to end
 	$(ONE_THREAD) $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
 
-test: $(STAMP) ## run the tests (five minutes on 2 cores)
+test: $(STAMP) ## run the tests, without those that take long (four minutes on 2 cores)
 	$(PYTEST) $(PYTEST_ARGS)
+
+test-long: $(STAMP) ## run those that take longer (tests/long.txt)
+	$(PYTEST) -m long $(PYTEST_ARGS)
+
+measure-tests: $(STAMP) ## write tests/long.txt anew, on an idle machine
+	$(PYTEST) $(NOT_SLOW) -p tests.durations $(PYTEST_ARGS)
 
 test-all: $(STAMP) ## run the tests, the slow ones too
 	$(PYTEST) -m "slow or not slow" $(PYTEST_ARGS)
@@ -72,7 +79,7 @@ test-slow: $(STAMP) ## run the slow tests: SLICE=1/4 a share of them, MINUTES=30
 PLACE ?= kathmandu
 
 test-anywhere: $(STAMP) ## run the tests as another machine would: processor, clock, place, terminal, order (PLACE=newfoundland)
-	$(ONE_THREAD) $(BYTECODE) $(BIN)/python -m tools.anywhere $(PLACE) -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BYTECODE) $(BIN)/python -m tools.anywhere $(PLACE) -n $(JOBS) --dist worksteal $(NOT_SLOW) $(PYTEST_ARGS)
 
 VERSIONS ?= lowest
 VERSIONS_VENV = .venv-$(VERSIONS)
@@ -86,7 +93,7 @@ $(VERSIONS_STAMP): pyproject.toml constraints-$(VERSIONS).txt
 	@touch $@
 
 test-versions: $(VERSIONS_STAMP) ## run the tests with the oldest versions of all packages, in an environment of its own (VERSIONS=newest)
-	$(ONE_THREAD) $(BYTECODE) $(VERSIONS_VENV)/bin/python -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BYTECODE) $(VERSIONS_VENV)/bin/python -m pytest -q -n $(JOBS) --dist worksteal $(NOT_SLOW) $(PYTEST_ARGS)
 
 FLOWER_VENV ?= .venv-flower
 FLOWER_INSTALL = $(FLOWER_VENV)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints-flower.txt

@@ -36,6 +36,10 @@ import pytest
 
 SEED = 20260
 gc.disable()  # until all tests are collected: it would look through a million objects again and again, and find nothing
+LONG = Path(__file__).with_name("long.txt")
+"""Tests that take long, by `make measure-tests`. Without them `make test` takes a third of its time; CI runs both parts."""
+WITHOUT_SLOW = ("not slow", "not slow and not long", "long")
+"""What is given to `-m`."""
 SLOW_MODULE = re.compile(r"^pytestmark = pytest\.mark\.slow$", re.MULTILINE)
 
 
@@ -68,7 +72,7 @@ def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not even import modules of slow tests where these are deselected."""
-    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+    if config.option.markexpr not in WITHOUT_SLOW or collection_path.suffix != ".py":
         return None
     return True if SLOW_MODULE.search(collection_path.read_text()) else None
 
@@ -80,12 +84,19 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before the slow ones are deselected
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run products of parameters in part; give slow tests more time; refuse names that differ between processes."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run products of parameters in part; give slow tests more time; refuse names that differ between processes.
+
+    Whoever names files or words wants all tests of these: long ones are left out of the whole alone.
+    """
     for chosen in (beyond_every_value_once, beyond_fast_cases):
         for item in list(chosen(items)):
             item.add_marker(pytest.mark.slow)
+    whole = not config.option.keyword and [Path(place).name for place in config.args] == ["tests"]
+    long = {*LONG.read_text().splitlines()} if whole else set()
     for item in items:
+        if item.nodeid in long and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.long)
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid} is named by an address: give its parameters ids")
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):

@@ -9,7 +9,9 @@ from itertools import chain
 import pytest
 
 from tests import slices
+from tests.conftest import LONG
 from tests.processes import forked
+from tests.slices import ROOT
 
 TESTS = """
 import pytest
@@ -65,3 +67,9 @@ def test_in_pytest(tmp_path, words, said):
 
     done = forked(work, tmp_path)
     assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+
+
+def test_tests_that_take_long_are_there() -> None:
+    for test in LONG.read_text().splitlines():
+        file, name = test.partition("[")[0].split("::")[:2]
+        assert f"def {name}(" in (ROOT / file).read_text(), test

@@ -158,18 +158,19 @@ class Mislabelled(Dataset[Any]):
     """Samples ``(x, y, ...)`` with labels of their own.
 
     Args:
-        dataset: The samples.
+        samples: The samples. Not called `dataset`, by which `SampleDP` sees copies of a record: a canary that is a client is
+            made of them.
         labels: A label for each.
     """
 
-    def __init__(self, dataset: Any, labels: Sequence[int]) -> None:
-        self.dataset, self.labels = dataset, list(labels)
+    def __init__(self, samples: Any, labels: Sequence[int]) -> None:
+        self.samples, self.labels = samples, list(labels)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Any:
-        x, y, *others = self.dataset[index]
+        x, y, *others = self.samples[index]
         return (x, torch.as_tensor(self.labels[index]).to(torch.as_tensor(y).dtype), *others)
 
 

@@ -279,7 +279,7 @@ def architecture_key(module: nn.Module) -> Hashable:
 
 
 def attributes_key(module: nn.Module) -> Hashable:
-    """Return a key of a module's attributes: of hooks their number, of an object that is no tree of numbers its class."""
+    """Return a key of a module's attributes: of hooks their number, of an object other than a tree of numbers its class."""
     return tuple(
         (name, len(value)) if name in BARE else (name, _contents(value))
         for name, value in vars(module).items()
