@@ -137,10 +137,10 @@ class Parts:
             event: Name of the method.
             arguments: Its arguments.
         """
-        for part in self._taking_part(event):
+        for part in self._find_overriding(event):
             getattr(part, event)(*arguments)
 
-    def _taking_part(self, event: str) -> list[Part]:
+    def _find_overriding(self, event: str) -> list[Part]:
         """Return the parts that override a method, looked up once."""
         if event not in self._by_event:
             nothing = getattr(Part, event)
@@ -157,7 +157,7 @@ class Parts:
 
     def check_update(self, server: Server, message: Message, update: Update) -> Update:
         """Return an update as all parts let it pass; the first refusal counts."""
-        for part in self._taking_part("check_update"):
+        for part in self._find_overriding("check_update"):
             if update.error is None:
                 update = part.check_update(server, message, update)
         return update
