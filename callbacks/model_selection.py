@@ -218,7 +218,7 @@ class GlobalCheckpoint(ModelSelection):
         defined = {client: value for client, value in values.items() if math.isfinite(value)}
         if missed or broken or not defined:
             return
-        key, of = (f"{self.key} {model}", {"of": model}) if several else (self.key, {})
+        key, address = (f"{self.key} {model}", {"of": model}) if several else (self.key, {})
         before = server.checkpoints.get(key, {}).get("values", {})
         gaps = [client for client in values if client not in defined or (before and client not in before)]
         both = [client for client in defined if client in before]
@@ -228,7 +228,7 @@ class GlobalCheckpoint(ModelSelection):
             server.checkpoints.pop(key)
         scores_to_keep = {"values": defined} if self.mode == "max" else {}
         score = _mean(defined, weights, defined)
-        _keep_best(self, server, score, module, key, name="best_global", stage="G", **of, **scores_to_keep)
+        _keep_best(self, server, score, module, key, name="best_global", stage="G", **address, **scores_to_keep)
         if gaps and not before:
             text = f"{len(defined)} of {len(values)} clients"
             warn(

@@ -375,7 +375,7 @@ class SampleDP(TrainingData, Private):
         if self.ledger is None and client is not None:
             return Ledger(None if folder is None else str(folder), "privacy", secret)
         data, units = ("data", 0) if client is None else (client, units)
-        records, patients = (Ledger(self.ledger, f"{data}{of}", secret, units) for of in ("", " by patient"))
+        records, patients = (Ledger(self.ledger, f"{data}{suffix}", secret, units) for suffix in ("", " by patient"))
         ledger, other = (records, patients) if self.unit == "record" else (patients, records)
         if other.path is not None and other.path.exists():
             raise ValueError(

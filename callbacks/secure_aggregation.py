@@ -235,7 +235,10 @@ class SecureAggregation(SumCodec):
         whole = sum(weights[client] for client in sealed)
         shares = {client: weights[client] / whole for client in sealed}
         entries = {name: torch.empty(0) for name in self._entries(server)}
-        texts = {client: {other: of[client] for other, of in sealed.items() if other != client} for client in sealed}
+        texts = {
+            client: {other: shares_of_other[client] for other, shares_of_other in sealed.items() if other != client}
+            for client in sealed
+        }
         training = {client: {"entries": entries, "share": shares[client], "shares": texts[client]} for client in sealed}
         answers = yield self._visits(server, "", training)
         present = [answer.client for answer in answers if answer.error is None]

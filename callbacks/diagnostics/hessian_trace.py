@@ -87,7 +87,9 @@ class HessianTrace(LayerRecorder):
         traces, errors = mean_and_error(reduce(draws))
         counts = counts_of(layers, counted_parameters(module, self.weights_only))
         if self.per_parameter:
-            traces, errors = ([v / max(n, 1) for v, n in zip(of, counts, strict=True)] for of in (traces, errors))
+            traces, errors = (
+                [v / max(n, 1) for v, n in zip(values, counts, strict=True)] for values in (traces, errors)
+            )
         return LayerValues(
             "hessian_trace" + ("_per_parameter" if self.per_parameter else ""),
             [layer.name for layer in layers],

@@ -211,7 +211,9 @@ def opened_sum(
     total: np.ndarray = sum(masked.values(), start=np.zeros((), next(iter(masked.values())).dtype))
     seeds: list[tuple[bytes, int]] = []
     for client in together:
-        secret = join({places[holder]: masks.as_bytes(of[client]) for holder, of in shares.items() if client in of})
+        secret = join(
+            {places[holder]: masks.as_bytes(theirs[client]) for holder, theirs in shares.items() if client in theirs}
+        )
         here = client in masked
         digest, key = texts[client][2 * masks.SEED :], mask_key(texts[client])
         if digest != digest_of(secret) if here else key != masks.public_key(secret):

@@ -492,7 +492,7 @@ def standings(league: League, task: LeagueTask, rows: Mapping[str, Row]) -> list
     lacking, old = missing_rows(league, task, rows)
     names = [name for name in league.methods if name in rows and name not in (*lacking, *old)]
     runs = {name: rows[name]["seeds"] for name in names if "seeds" in rows[name]}
-    lines = {name: _standing(name, of) for name, of in runs.items()}
+    lines = {name: _standing(name, runs_of_method) for name, runs_of_method in runs.items()}
     alone = lines[ALONE].score if ALONE in lines else None
     for name, line in lines.items():
         if line.mb > 0 and line.score is not None and alone is not None:
@@ -523,7 +523,7 @@ def _standing(name: str, runs: Mapping[str, Any]) -> Standing:
 def _minus(runs: Mapping[str, Any], reference: Mapping[str, Any]) -> Difference | None:
     """Return a difference; `None` if fewer than two splits are there for both, or one run has no score."""
     seeds = [seed for seed in runs if seed in reference]
-    a, b = ([of[seed]["score"] for seed in seeds] for of in (runs, reference))
+    a, b = ([group[seed]["score"] for seed in seeds] for group in (runs, reference))
     if len(seeds) < 2 or None in (*a, *b):
         return None
     share = sum(runs[seed]["test"] / runs[seed]["train"] for seed in seeds) / len(seeds)

@@ -183,8 +183,13 @@ def name_edges(values: Values, grid: Mapping[str, Sequence[str]], ranges: Sequen
         >>> list(name_edges({"model.lr": "0.1"}, {"model.lr": ["0.01", "0.1"]}))
         ['model.lr 0.1 is at the upper edge of 0.01 to 0.1: larger values may be better.']
     """
-    tried = {key: [number for number in map(_number, of) if number is not None] for key, of in grid.items()}
-    spaces = {key: Range(key, "int", min(of), max(of)) for key, of in tried.items() if len(set(of)) > 1}
+    tried = {
+        key: [number for number in map(_number, values_of_key) if number is not None]
+        for key, values_of_key in grid.items()
+    }
+    spaces = {
+        key: Range(key, "int", min(numbers), max(numbers)) for key, numbers in tried.items() if len(set(numbers)) > 1
+    }
     spaces |= {space.key: space for space in ranges if space.kind != "choice"}
     for key, space in spaces.items():
         number = _number(values[key])

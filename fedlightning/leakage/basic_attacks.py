@@ -124,10 +124,10 @@ def site_inference(
     count = min(NEIGHBOURS, len(probabilities) - 1)
     near = NearestNeighbors(n_neighbors=count + 1).fit(probabilities).kneighbors(return_distance=False)[:, :count]
 
-    def accuracy(of: np.ndarray) -> float:
-        votes = np.zeros((len(of), int(of.max()) + 1))
-        np.add.at(votes, (np.arange(len(of))[:, None], of[near]), 1)
-        return float(np.mean(votes.argmax(1) == of))
+    def accuracy(owners: np.ndarray) -> float:
+        votes = np.zeros((len(owners), int(owners.max()) + 1))
+        np.add.at(votes, (np.arange(len(owners))[:, None], owners[near]), 1)
+        return float(np.mean(votes.argmax(1) == owners))
 
     draw, drawn = np.random.default_rng(seed), []
     for _ in range(permutations):

@@ -128,11 +128,11 @@ class Unseen:
         server = self.server
         rows = []
         for kept in server.checkpoints.values() if server.held_out and self.refusal is None else ():
-            of = kept.get("of", GLOBAL)
-            ids = [client for client in server.held_out if server.model_of(client) == of]
+            model_name = kept.get("of", GLOBAL)
+            ids = [client for client in server.held_out if server.model_of(client) == model_name]
             if ids and checkpoint in ("all", kept["name"]):
                 scored = ScoredModel(kept["round"], "G", UNSEEN, kept["name"])
-                module = server.global_with(kept["model"], of)
+                module = server.global_with(kept["model"], model_name)
                 rows += rows_of_global(self.engine, module, ids, Evaluate(tuple(splits)), scored)
         return self._without_gaps(rows)
 

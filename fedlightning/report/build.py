@@ -186,9 +186,11 @@ def _troubles(context: Context, severity: str) -> list[Trouble]:
     where = f"{context.name}: " if context.name else ""
     return [
         Trouble(
-            where + ", ".join(method or "all runs" for method in of), of[0] if len(of) == 1 else None, texts_of_problem
+            where + ", ".join(method or "all runs" for method in runs),
+            runs[0] if len(runs) == 1 else None,
+            texts_of_problem,
         )
-        for of, texts_of_problem in texts.items()
+        for runs, texts_of_problem in texts.items()
     ]
 
 

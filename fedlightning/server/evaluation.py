@@ -240,11 +240,11 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
     rows = []
     for kept in server.checkpoints.values():
         scored = ScoredModel(kept["round"], "G", GLOBAL, kept["name"])
-        module, of = server.global_with(kept["model"], kept.get("of", GLOBAL)), kept.get("of")
-        if of is None:
+        module, model_name = server.global_with(kept["model"], kept.get("of", GLOBAL)), kept.get("of")
+        if model_name is None:
             rows += score_global(server, engine, module, evaluate, scored)
             continue
-        members = [client for client in server.population.scored if server.model_of(client) == of]
+        members = [client for client in server.population.scored if server.model_of(client) == model_name]
         alone = replace(evaluate, data=tuple(data for data in evaluate.data if data == LOCAL))
         if members:  # else nobody has it any more, or nobody of those that are scored
             rows += _without_gaps(server, engine, rows_of_global(engine, module, members, alone, scored))

@@ -140,9 +140,9 @@ def summarise_evaluation(server: Server, in_training: Sequence[str] | None = Non
     return scored | {"in_training": _scored(in_training, server.clients)}
 
 
-def _scored(some: Sequence[str], of: Sequence[str]) -> dict[str, Any]:
-    counts: dict[str, Any] = {"clients": len(some), "of": len(of)}
-    if len(some) == len(of):
+def _scored(some: Sequence[str], clients: Sequence[str]) -> dict[str, Any]:
+    counts: dict[str, Any] = {"clients": len(some), "of": len(clients)}
+    if len(some) == len(clients):
         return counts
     return counts | {"who": hashlib.sha256(json.dumps(list(some)).encode()).hexdigest()[:12]}
 

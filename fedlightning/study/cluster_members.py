@@ -123,28 +123,28 @@ def agreement(places_by_client: Places, groups: Mapping[str, str]) -> float | No
 
 
 def _measures(places_by_client: Places) -> dict[str, float]:
-    changes = [_changes(of) for of in places_by_client.values()]
-    last = [_last(of) for of in places_by_client.values()]
+    changes = [_changes(places) for places in places_by_client.values()]
+    last = [_last(places) for places in places_by_client.values()]
     inhabited: dict[int, set[str]] = {}
-    for of in places_by_client.values():
-        for number, (cluster, _) in of.items():
+    for places in places_by_client.values():
+        for number, (cluster, _) in places.items():
             inhabited.setdefault(number, set()).add(cluster)
     return {
         "clusters": float(len({cluster for cluster, _ in last})),
         "most": float(max(map(len, inhabited.values()))),
         "changes": sum(map(len, changes)) / len(places_by_client),
         "changed": 100.0 * sum(map(bool, changes)) / len(places_by_client),
-        "last_change": float(max((number for of in changes for number in of), default=0)),
+        "last_change": float(max((number for rounds in changes for number in rounds), default=0)),
         "share": sum(share for _, share in last) / len(places_by_client),
         "clients": float(len(places_by_client)),
     }
 
 
-def _changes(of: Mapping[int, tuple[str, float]]) -> list[int]:
+def _changes(places: Mapping[int, tuple[str, float]]) -> list[int]:
     """Return the rounds after which a client is in another cluster than after the last one that is known before."""
-    rounds = sorted(of)
-    return [now for before, now in pairwise(rounds) if of[before][0] != of[now][0]]
+    rounds = sorted(places)
+    return [now for before, now in pairwise(rounds) if places[before][0] != places[now][0]]
 
 
-def _last(of: Mapping[int, tuple[str, float]]) -> tuple[str, float]:
-    return of[max(of)]
+def _last(places: Mapping[int, tuple[str, float]]) -> tuple[str, float]:
+    return places[max(places)]

@@ -105,8 +105,8 @@ def subgroups(study: StudyData) -> Table:
 def curves_of(study: StudyData, number: int) -> dict[str, dict[str, Any]]:
     """Return by site and method, for a class and sites never seen: `calibration`, `benefit` and `all`, over all seeds."""
     curves_by_site: dict[str, dict[str, Any]] = {}
-    for method, site, way, of, pairs in _cases(study):
-        if way == NEVER and of == number:
+    for method, site, way, class_number, pairs in _cases(study):
+        if way == NEVER and class_number == number:
             events, p = (np.concatenate(part) for part in zip(*pairs, strict=True))
             curves_by_site.setdefault(site, {})[method] = {
                 "calibration": curve(events, p),

@@ -51,9 +51,9 @@ def _targets(
     if not best:
         return []
     worst = (min if good else max)(best, key=lambda name: best[name])
-    of = study.baselines.get("fedavg")
-    of = of if of in best else worst
-    return [(best[of] * share if good else best[of] / share, share, of) for share in SHARES]
+    reference = study.baselines.get("fedavg")
+    reference = reference if reference in best else worst
+    return [(best[reference] * share if good else best[reference] / share, share, reference) for share in SHARES]
 
 
 def _reaches(study: StudyData, value: float, target: float) -> bool:

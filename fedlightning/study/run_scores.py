@@ -154,10 +154,10 @@ UNBALANCED = 0.3
 def _unbalanced(runs: Sequence[Run]) -> int:
     """Return the number of classes where one is much more common than others over all clients; 0 if none is."""
     clients = runs[0].summary.get("data", {}).get("clients", {}).values() if runs else ()
-    counts = [of["classes"] for of in clients if len(of.get("classes") or ()) > 1]
-    if not counts or len({len(of) for of in counts}) > 1:
+    counts = [entry["classes"] for entry in clients if len(entry.get("classes") or ()) > 1]
+    if not counts or len({len(row) for row in counts}) > 1:
         return 0
-    total = [sum(of) for of in zip(*counts, strict=True)]
+    total = [sum(column) for column in zip(*counts, strict=True)]
     equal = 1 / len(total)
     return len(total) if max(total) >= (equal + UNBALANCED * (1 - equal)) * sum(total) > 0 else 0
 

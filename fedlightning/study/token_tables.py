@@ -42,7 +42,9 @@ def tokens(study: StudyData) -> Table:
         clients = dict.fromkeys(client for run in runs for client in run.clients)
         clients |= dict.fromkeys(entry.client for entries in entries_by_seed.values() for entry in entries)
         for client in clients:
-            each = [_account([entry for entry in of if entry.client == client]) for of in entries_by_seed.values()]
+            each = [
+                _account([entry for entry in entries if entry.client == client]) for entries in entries_by_seed.values()
+            ]
             gain = gains.get((method, client), {})
             lines.append(
                 {"method": method, "client": client}

@@ -177,8 +177,8 @@ def _matrix_table(context: Context, matrix_by_method: Mapping[str, Mapping[str, 
     return context.table("matrix", f"Test {context.metric} of each model on other clients' data", columns, rows, notes)
 
 
-def _median(of: Mapping[str, float | None]) -> float | None:
-    values = [value for value in of.values() if is_number(value)]
+def _median(scores: Mapping[str, float | None]) -> float | None:
+    values = [value for value in scores.values() if is_number(value)]
     return float(np.median(values)) if values else None
 
 

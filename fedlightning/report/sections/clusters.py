@@ -117,13 +117,13 @@ def _maps(context: Context, rows: list[dict[str, Any]]) -> Gallery | None:
         seed, places = next(iter(by_seed(context.study.data, method).items()))
         groups = planted_groups(context.study.data.finished[method, seed].run)
         grouped |= len({groups.get(client) for client in places}) > 1
-        many |= len({cluster for of in places.values() for cluster, _ in of.values()}) > LEGEND
-        of = [line for line in lines if line["method"] == method]
+        many |= len({cluster for by_round in places.values() for cluster, _ in by_round.values()}) > LEGEND
+        lines_of_method = [line for line in lines if line["method"] == method]
         pictures.append(
             context.picture(
                 f"clusters-{context.slugs[method]}",
                 method + (f", seed {seed}" if several else ""),
-                f"Map: the cluster of each of {len(places)} clients over rounds; at the end {_sizes(of)}.",
+                f"Map: the cluster of each of {len(places)} clients over rounds; at the end {_sizes(lines_of_method)}.",
                 partial(membership_map, places, groups),
             )
         )

@@ -61,13 +61,15 @@ def _over_layers(context: Context, tables: dict[tuple[str, int], list[LayerRow]]
     quantities: dict[str, None] = {}
     for method in methods:
         each = [layer_numbers(rows, stage=STAGE) for (name, _), rows in tables.items() if name == method]
-        quantities |= dict.fromkeys(row["quantity"] for of in each for row in of)
-        layers = sorted({row["layer_index"]: row["layer"] for of in each for row in of}.items())
+        quantities |= dict.fromkeys(row["quantity"] for lines in each for row in lines)
+        layers = sorted({row["layer_index"]: row["layer"] for lines in each for row in lines}.items())
         names = short([layer for _, layer in layers])
         for (index, _), name in zip(layers, names, strict=True):
             line: dict[str, Any] = {"method": method, "layer_index": index, "layer": name, "n_seeds": len(each)}
             for quantity in quantities:
-                means = [r["mean"] for of in each for r in of if (r["quantity"], r["layer_index"]) == (quantity, index)]
+                means = [
+                    r["mean"] for lines in each for r in lines if (r["quantity"], r["layer_index"]) == (quantity, index)
+                ]
                 line[quantity] = float(np.mean(means)) if means and all(map(is_number, means)) else None
             rows.append(line)
     ticks = {row["layer_index"]: row["layer"] for row in rows} if len({row["layer"] for row in rows}) < 9 else {}

@@ -40,8 +40,8 @@ def make(folder: Path, hosts: Sequence[str], sites: Sequence[str]) -> list[Path]
         builder = builder.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=DAYS))
         builder = builder.add_extension(x509.BasicConstraints(ca=not names, path_length=None), critical=True)
         builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        of = x509.AuthorityKeyIdentifier.from_issuer_public_key(by.public_key())
-        builder = builder.add_extension(of, critical=False)
+        issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(by.public_key())
+        builder = builder.add_extension(issuer_key, critical=False)
         if names:
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         else:
