@@ -103,7 +103,7 @@ class ResidentBatches:
         size, rows = loader.batch_size, self.indices
         assert size is not None
         if type(loader.sampler) is AddressedSampler:
-            rows = rows[loader.sampler.permutation()]
+            rows = rows.index_select(0, loader.sampler.permutation())
         count, rest = divmod(rows.shape[0], size)
         source, device = self.source, self._device
         if device.type != "cpu":

@@ -45,12 +45,12 @@ EPOCHS_OF_A_VISIT = 2**31
 
 def count_used_samples(runner: ClientRuntime, loader: DataLoader[Any] | None) -> int:
     """Return the samples that one epoch uses, after `drop_last` and `limit_train_batches`."""
-    if loader is None or len(loader) == 0:
+    length = 0 if loader is None else len(loader)
+    if loader is None or length == 0:
         return 0
     samples = samples_in(loader)
-    size = loader.batch_size or math.ceil(samples / len(loader))
-    batches = runner.settings.train_batches(len(loader))
-    return min(samples, batches * size)
+    size = loader.batch_size or math.ceil(samples / length)
+    return min(samples, runner.settings.train_batches(length) * size)
 
 
 def start_sampler(

@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -40,17 +40,19 @@ WARNS = re.compile(r"meaningless|undefined|ill-defined|not (well[- ]?)?defined|a
 """Words by which torchmetrics and scikit-learn say that they return a number for what is not defined."""
 
 
-@contextmanager
-def nan_where_undefined(module: nn.Module) -> Iterator[None]:
+def nan_where_undefined(module: nn.Module) -> AbstractContextManager[Any]:
     """Within the block, the metrics of a module compute NaN where they are not defined on the data that they have seen."""
+    metrics = _metrics_of(module)
+    if not metrics:
+        return nullcontext()
     with ExitStack() as stack:
-        for metric in _metrics_of(module):
+        for metric in metrics:
             attributes = vars(metric)
             # else `compute` is the class's own, as in arithmetic with metrics: its parts are here
             if "compute" in attributes:
                 stack.callback(attributes.__setitem__, "compute", attributes["compute"])
                 attributes["compute"] = _marked(metric, attributes["compute"])
-        yield
+        return stack.pop_all()
 
 
 def _metrics_of(module: nn.Module) -> list[Metric]:

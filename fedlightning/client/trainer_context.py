@@ -118,8 +118,9 @@ class VisitCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch, self.first_step = trainer.current_epoch, trainer.global_step
-        self._names = {id(p): name for name, p in pl_module.named_parameters(remove_duplicate=False)}
-        self._before = [(p, self._values(p)) for p in pl_module.parameters() if p.requires_grad]
+        named = list(pl_module.named_parameters(remove_duplicate=False))
+        self._names = {id(p): name for name, p in named}
+        self._before = [(p, self._values(p)) for p in {id(p): p for _, p in named}.values() if p.requires_grad]
         scaler = self.client.record.lightning.get(self.phase, {}).get("precision")
         if scaler and self.settings.optimizer_state == "reset":  # under "keep" Lightning itself restored it
             trainer.precision_plugin.load_state_dict(scaler)

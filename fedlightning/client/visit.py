@@ -11,7 +11,6 @@ The record that came in is never changed, so a visit that fails leaves the clien
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,7 +37,7 @@ from fedlightning.client.requests import (
 from fedlightning.client.trainer_context import refuse_unseen
 from fedlightning.compat.lightning_runs import detached
 from fedlightning.contract import ALTERING, POOLED, FederatedCallback, Phase, Stage, UpdateCodec
-from fedlightning.contract.messages import Extra, Message, Update, check_extras
+from fedlightning.contract.messages import Extra, Message, Update, check_extras, shallow_copy
 from fedlightning.datamodules.sampling import samples_in
 from fedlightning.errors import Restart, warn
 from fedlightning.seeding import seed_all
@@ -59,7 +58,7 @@ def open_client(
     entries = runner.blueprint.plain_entries(record.personal | sent, message.client)
     module = runner.blueprint.build(message.client) if entries is None else None
     base = runner.blueprint.base(runner.blueprint.architecture_of(message.client))
-    client = Client(runner, copy.copy(message), record.unfolded(base), module, entries)
+    client = Client(runner, shallow_copy(message), record.unfolded(base), module, entries)
     client.evaluating = evaluating
     client.received, client.message.state = sent, dict(sent)
     covering = next((callback.key for callback in runner.callbacks.protecting if callback.covers_training), "")

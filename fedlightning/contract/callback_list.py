@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedlightning.contract.callback import FAMILIES, FederatedCallback, refuse_lost_facts
@@ -132,7 +133,7 @@ class CallbackList:
         """Return the callbacks that declare a change."""
         return [callback for callback in self.callbacks if change in callback.facts.changes]
 
-    @property
+    @cached_property
     def protecting(self) -> list[Protection]:
         """The callbacks that promise how little what leaves clients tells."""
         return [callback for callback in self.callbacks if isinstance(callback, Protection)]

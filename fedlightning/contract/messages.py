@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -240,11 +240,21 @@ def contributors(updates: Iterable[Update]) -> list[Update]:
     return [update for update in updates if update.error is None and update.contributed]
 
 
+Payload = TypeVar("Payload", Message, Update)
+
+
+def shallow_copy(payload: Payload, **changes: Any) -> Payload:
+    """Return another object with the attributes of a message or an update, some changed: `replace` made for every visit."""
+    copied = object.__new__(type(payload))
+    vars(copied).update(vars(payload), **changes)
+    return copied
+
+
 def tree_bytes(tree: Any) -> int:
     """Count the bytes of a tree of tensors, numbers, strings, lists and dicts (keys are not counted)."""
     if isinstance(tree, Tensor):
         return tree.numel() * tree.element_size()
-    if isinstance(tree, Mapping):
+    if isinstance(tree, dict | Mapping):  # most are dicts, which takes no time to see
         return sum(tree_bytes(value) for value in tree.values())
     if isinstance(tree, list | tuple):
         return sum(tree_bytes(value) for value in tree)

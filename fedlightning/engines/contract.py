@@ -94,7 +94,8 @@ class ClientRecords:
             self._records.move_to_end(client)
         elif client in self._files:
             self._hold(client, ClientRecord(**load(self._files[client])))
-        return self._records.get(client, ClientRecord())
+        record = self._records.get(client)
+        return ClientRecord() if record is None else record
 
     def note(self, client: str) -> RecordNote:
         """Return what is known of the client's record."""

@@ -65,6 +65,11 @@ def of_module(kind: type) -> frozenset[str]:
     return frozenset(name for name in MODULE_METHODS if getattr(kind, name, None) is not getattr(LightningModule, name))
 
 
+def _join_set(of_class: frozenset[str], owner: object, names: frozenset[str]) -> frozenset[str]:
+    """Return the names of a class's methods with those that are set on the object."""
+    return of_class if names.isdisjoint(vars(owner)) else of_class | (names & vars(owner).keys())
+
+
 class Hooks:
     """Calls hooks in Lightning's order: callbacks as listed, then the module.
 
@@ -76,9 +81,9 @@ class Hooks:
     def __init__(self, trainer: FastTrainer, log_sheet: LogSheet) -> None:
         self._trainer, self._log_sheet = trainer, log_sheet
         module, callbacks = trainer.lightning_module, trainer.callbacks
-        self._module, self._of_module = module, of_module(type(module)) | (vars(module).keys() & MODULE_METHODS)
+        self._module, self._of_module = module, _join_set(of_module(type(module)), module, MODULE_METHODS)
         self._of_callbacks = [
-            (callback, of_callback(type(callback)) | (vars(callback).keys() & CALLBACK_HOOKS)) for callback in callbacks
+            (callback, _join_set(of_callback(type(callback)), callback, CALLBACK_HOOKS)) for callback in callbacks
         ]
         self._of_anybody = self._of_module.union(*(hooks for _, hooks in self._of_callbacks))
 

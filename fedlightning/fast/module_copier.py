@@ -6,6 +6,7 @@ import copy
 import copyreg
 import io
 import pickle
+import pickletools
 import weakref
 from collections.abc import Mapping
 from types import (
@@ -113,7 +114,7 @@ class Copier:
     def _record(self) -> bytes:
         file = io.BytesIO()
         _Recorder(file, self._objects).dump(self.module)
-        return file.getvalue()
+        return pickletools.optimize(file.getvalue())  # what no copy looks up again is not noted in each
 
 
 class _Recorder(pickle.Pickler):

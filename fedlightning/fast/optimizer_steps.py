@@ -47,13 +47,13 @@ def unrecorded_step(optimizer: Optimizer) -> Callable[[Closure], Any]:
     inner = getattr(outer, "__wrapped__", None)
     if inner is None or getattr(outer, "__code__", None) is not _RECORDED:  # functools.wraps copies `hooked`
         return lambda closure: optimizer.step(closure=closure)  # type: ignore[arg-type]
-    everywhere = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    pre, post = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     plain = is_plain_sgd(optimizer)
     before, after = hooks_of(optimizer)
 
     def step(closure: Closure) -> Any:
         replaced = kind.step is not outer or "step" in vars(optimizer)
-        if replaced or before or any(everywhere) or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        if replaced or before or pre or post or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return optimizer.step(closure=closure)  # type: ignore[arg-type]
         if plain:
             result = closure()
@@ -101,7 +101,7 @@ def _is_torch_own(step: Any) -> bool:
 
 def update_by_sgd(optimizer: Optimizer) -> None:
     """Move the parameters by the operations of `torch.optim.sgd` in its order, so that the bits are the same."""
-    with torch.no_grad():
+    with torch.set_grad_enabled(False):  # what `no_grad()` does, in a third of its time
         for group in optimizer.param_groups:
             lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
             for parameter in group["params"]:

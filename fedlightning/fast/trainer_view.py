@@ -85,7 +85,7 @@ class FastTrainer:
             "num_training_batches": math.inf, "max_epochs": max_epochs, "max_steps": max_steps, "min_epochs": None,
             "min_steps": None, "sanity_checking": False, "predicting": False, "enable_validation": False,
             "checkpoint_callback": None, "checkpoint_callbacks": [], "ckpt_path": None, "num_val_batches": [],
-            "limit_val_batches": 0 if stage == RunningStage.TRAINING else base.limit_val_batches,
+            "limit_val_batches": 0 if stage is RunningStage.TRAINING else base.limit_val_batches,
             "num_sanity_val_steps": 0, "accumulate_grad_batches": base.accumulate_grad_batches,
             "gradient_clip_val": base.gradient_clip_val, "gradient_clip_algorithm": base.gradient_clip_algorithm,
         }  # fmt: skip

@@ -55,6 +55,7 @@ class Explosions(Part):
     warnings: list[dict[str, Any]] = field(default_factory=list)
     _now: dict[str, dict[str, float]] = field(default_factory=dict)  # of this round, by what and by client
     _entries: dict[str, str] = field(default_factory=dict)  # the entry that has moved most, by client
+    _limits: dict[str, float | None] = field(default_factory=dict)  # of this round, by what
 
     key = "explosions"
 
@@ -63,6 +64,7 @@ class Explosions(Part):
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.usual, self.warnings = dict(state.get("usual", {})), list(state.get("warnings", []))
+        self._limits.clear()
 
     def on_round_start(self, federation: Federation) -> None:
         self._now.clear()
@@ -105,6 +107,7 @@ class Explosions(Part):
                 self.usual.setdefault(what, []).append(median(finite))
         self._now.clear()
         self._entries.clear()
+        self._limits.clear()
 
     def summary(self, federation: Federation) -> dict[str, Any]:
         return {"warnings": self.warnings} if self.warnings else {}
@@ -118,8 +121,10 @@ class Explosions(Part):
         return limit is None or not value <= limit
 
     def _limit(self, what: str) -> float | None:
-        before = self.usual.get(what)
-        return FACTOR * max(before[0], median(before)) if before else None
+        if what not in self._limits:  # it changes between rounds only
+            before = self.usual.get(what)
+            self._limits[what] = FACTOR * max(before[0], median(before)) if before else None
+        return self._limits[what]
 
     def _warn(self, round: int, client: str, what: str, value: float, limit: float | None) -> None:
         usual = None if limit is None else limit / FACTOR
@@ -142,7 +147,7 @@ class Explosions(Part):
 
 def _distance(a: Tensor, b: Tensor) -> float:
     """Return the norm of `a - b`; of a large tensor, what a sample of its entries lets expect."""
-    if a.numel() > 2 * SAMPLE:
+    if a.numel() > 8 * SAMPLE:  # up to there all numbers next to each other are read sooner than some of them
         step, number = a.numel() // SAMPLE, a.numel()
         a, b = a.reshape(-1)[::step], b.reshape(-1)[::step]
         return math.sqrt(number / a.numel()) * _distance(a, b)

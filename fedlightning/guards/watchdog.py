@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -51,13 +51,13 @@ class Watchdog:
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    @contextmanager
-    def watching(self, clients: Sequence[str], allowance: int = 1) -> Iterator[None]:
+    def watching(self, clients: Sequence[str], allowance: int = 1) -> AbstractContextManager[None]:
         """Within the block, this thread is at work on these clients. Blocks may be nested: the innermost one names them."""
         timeout = self._attempts.policy.timeout
-        if timeout is None:
-            yield
-            return
+        return nullcontext() if timeout is None else self._watching(clients, allowance, timeout)
+
+    @contextmanager
+    def _watching(self, clients: Sequence[str], allowance: int, timeout: float) -> Iterator[None]:
         self._start(timeout)
         handler = signal.getsignal(signal.SIGINT)
         outermost = self._depth == 0 and threading.current_thread() is threading.main_thread()

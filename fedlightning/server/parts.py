@@ -122,6 +122,7 @@ class Parts:
 
     def __init__(self, parts: Sequence[Part] = ()) -> None:
         self._parts = list(parts)
+        self._by_event: dict[str, list[Part]] = {}
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self._parts)
@@ -136,8 +137,15 @@ class Parts:
             event: Name of the method.
             arguments: Its arguments.
         """
-        for part in self._parts:
+        for part in self._find_overriding(event):
             getattr(part, event)(*arguments)
+
+    def _find_overriding(self, event: str) -> list[Part]:
+        """Return the parts that override a method, looked up once."""
+        if event not in self._by_event:
+            nothing = getattr(Part, event)
+            self._by_event[event] = [part for part in self._parts if getattr(type(part), event) is not nothing]
+        return self._by_event[event]
 
     @contextmanager
     def around(self, federation: Federation) -> Iterator[None]:
@@ -149,7 +157,7 @@ class Parts:
 
     def check_update(self, server: Server, message: Message, update: Update) -> Update:
         """Return an update as all parts let it pass; the first refusal counts."""
-        for part in self._parts:
+        for part in self._find_overriding("check_update"):
             if update.error is None:
                 update = part.check_update(server, message, update)
         return update

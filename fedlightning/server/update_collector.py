@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlightning.contract import SumCodec
-from fedlightning.contract.messages import GLOBAL, Update, contributors
+from fedlightning.contract.messages import GLOBAL, Update, contributors, shallow_copy
 from fedlightning.engines.attempts import FederationError, TooFewClientsError, stop_at
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.options import FailurePolicy
@@ -166,7 +166,7 @@ class UpdateCollector:
     def close(self, update: Update, extras: bool = False) -> Update:
         """Tell of an update, and return it without its entries; with its extras if a plan is to see them."""
         self.cause = self.cause or update.cause
-        light = replace(update, state={}, extras=update.extras if extras else {}, cause=None)
+        light = shallow_copy(update, state={}, extras=update.extras if extras else {}, cause=None)
         self.done.append(light)
         self.report(light)
         return light

@@ -19,6 +19,7 @@ from fedlightning.study.evidence import (
     still_improving,
     without_effect,
 )
+from fedlightning.study.finished_runs import natural
 from fedlightning.study.roles import NEEDED
 from fedlightning.study.target_units import mixed_scales, target_of
 from fedlightning.study.token_tables import CONSERVED, missing
@@ -228,16 +229,19 @@ def _tables(study: StudyData) -> Iterator[Problem]:
 
 
 def _undefined(study: StudyData) -> Iterator[Problem]:
-    clients_by_metric: dict[str, list[str]] = {}
-    for scores in study.finished.values():
+    clients_by_seed: dict[str, dict[int, set[str]]] = {}
+    for (_, seed), scores in study.finished.items():
         for score in scores:
-            if score.undefined and score.row["data"] == LOCAL and score.row["split"] == study.split:
-                clients = clients_by_metric.setdefault(score.row["metric"], [])
-                clients += [client for client in score.undefined if client not in clients]
-    for metric, clients in clients_by_metric.items():
+            if score.row["data"] == LOCAL and score.row["split"] == study.split:
+                clients_by_seed.setdefault(score.row["metric"], {}).setdefault(seed, set()).update(score.undefined)
+    for metric, groups in clients_by_seed.items():
+        clients = sorted(set().union(*groups.values()), key=natural)
+        if not clients:
+            continue
+        seeds = "" if all(len(group) == len(clients) for group in groups.values()) else ", in some seeds"
         text = (
-            f"{metric} is not defined on the data of client{'s' * (len(clients) > 1)} {', '.join(clients)} (one class only, "
-            "no positives, or too few events, for example). It is empty there, and means are over the other clients."
+            f"{metric} is not defined on the data of client{'s' * (len(clients) > 1)} {', '.join(clients)}{seeds} (one class "
+            "only, no positives, or too few events, for example). It is empty there, and means are over the other clients."
         )
         yield Problem("undefined", None, None, text)
 

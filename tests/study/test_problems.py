@@ -86,6 +86,14 @@ def test_a_score_that_does_not_exist_is_told_from_a_diverged_model(tmp_path):
     assert line["undefined"] == ["c"] and line["per_client"]["c"] is None and line["diverged"] == []
 
 
+def test_clients_of_which_a_score_lacks_in_some_seeds_are_told_from_those_of_which_it_always_does(tmp_path):
+    def edit(method, seed, rows, summary):  # each seed draws other clients
+        return [changed(r, math.nan) if r.client == "cab"[seed] and r.metric.endswith("accuracy") else r for r in rows]
+
+    (problem,) = Study(write_study(tmp_path, edit=edit)).problems
+    assert "the data of client a, b, c, in some seeds (" in problem.text
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_without_a_loss_another_error_tells_of_a_model_that_diverged(tmp_path, alone):
     """A score of one client that does not exist is a gap, unless an error is not finite there or nobody has a score."""
