@@ -91,7 +91,7 @@ def test_clients_of_which_a_score_lacks_in_some_seeds_are_told_from_those_of_whi
         return [changed(r, math.nan) if r.client == "cab"[seed] and r.metric.endswith("accuracy") else r for r in rows]
 
     (problem,) = Study(write_study(tmp_path, edit=edit)).problems
-    assert "the data of client a, b, c, in some seeds (" in problem.text
+    assert "the data of clients a, b, c, in some seeds (" in problem.text
 
 
 @pytest.mark.parametrize("alone", [True, False])
