@@ -139,7 +139,6 @@ class _Recipe:
     """
 
     def __init__(self, template: LightningModule, blueprint: Blueprint) -> None:
-        template.hparams  # noqa: B018  made where it is first read: here, so that no copy makes its own
         self.copier: ModuleCopier = blueprint.parts.copier(template)
         claimed = {name for name in BUILDERS for callback in blueprint.callbacks if callback.claims(name)}
         self.is_wrapped = "wrap_module" in claimed or is_overridden("configure_model", template)
