@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import LONG
 
-LIMIT = 0.3
+LIMIT = 0.1
 """Seconds, with what is set up for a test and taken down after it."""
 
 
