@@ -81,4 +81,5 @@ plt.show()
 # With eight clients and MiniLM-L6 (91 MB) there are 91 MB of frozen numbers in memory and not 727, and 4.8 MB travel a round.
 #
 # The same in YAML, on mails in folders ``ham`` and ``spam``: ``configs/language/mails.yaml``; ``mails_methods.yaml`` beside
-# it compares the methods.
+# it compares the methods. On three splits of 800 mails one of FedIT's three runs learnt nothing (0.37; Local has 0.93); with
+# a head or factors of their own clients have 0.95 and 0.96, intervals that overlap Local's.

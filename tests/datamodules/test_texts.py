@@ -69,11 +69,12 @@ def test_texts_are_utf_8_on_every_machine(mails):
     (mails / "ham/000.txt").write_bytes("sch\u00f6n".encode())
     program = (
         "from fedlightning.datamodules import *\n"
-        f"data = TextFolderDataModule({str(mails)!r}, IIDPartitioner(1), ByteTokenizer(), test_fraction=0, val_fraction=0)\n"
+        "data = TextFolderDataModule('.', IIDPartitioner(1), ByteTokenizer(), test_fraction=0, val_fraction=0)\n"
         "print(list('sch\\u00f6n'.encode()) in [row['input_ids'] for row in data.client_dataloader('0', 'train').dataset])"
     )
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run([sys.executable, "-c", program], env=ascii_only, capture_output=True, text=True, check=False)
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=mails, env=ascii_only, capture_output=True, text=True, check=False)
     assert done.stdout.split()[-1:] == ["True"], done.stderr
 
 
