@@ -145,7 +145,7 @@ hashes: $(DIST_STAMP) ## write constraints-hashes.txt from constraints.txt, by t
 		--annotation-style line constraints.txt -o constraints-hashes.txt
 
 coverage: $(STAMP) ## run the tests and report the lines and branches they miss
-	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
+	$(PYTEST) $(NOT_SLOW) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
 lint: $(STAMP) ## check style and formatting (ruff)
 	$(BIN)/ruff check .
