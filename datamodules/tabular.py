@@ -262,7 +262,20 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             client: Whose training and validation rows scale the new ones (`scale: local`).
 
         Raises:
-            ValueError: If a word has no feature, or `scale: federated` or a number of `categories` was agreed on in a run.
+            ValueError: If a word has no feature, or `scale: federated` or a number of `categories` was agreed on in a run, or
+                the data module's file has changed since setup.
+
+        Example:
+            >>> import tempfile
+            >>> folder = Path(tempfile.mkdtemp())
+            >>> path, new = folder / "patients.csv", folder / "new.csv"
+            >>> rows = [f"{age},{'fm'[age % 2]},{'AB'[age % 2]},{age // 2 % 2}" for age in range(40, 80)]
+            >>> _ = path.write_text("\\n".join(["age,sex,site,ill", *rows]))
+            >>> _ = new.write_text("sex,age\\nf,60")
+            >>> data = TabularFederatedDataModule(path, target="ill", client="site", batch_size=4)
+            >>> data.setup()
+            >>> data.inputs_of(new, "A").shape, data.feature_names
+            (torch.Size([1, 3]), ['age', 'sex=f', 'sex=m'])
         """
         if self.scale == "federated" or any(isinstance(words, int) for words in self.categories.values()):
             raise ValueError(
@@ -272,28 +285,36 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         self.indices(client)  # there is such a client
         table, other = read_table(self.path, self._form), read_table(Path(path), self._form)
         kept = complete([table[name] for name in self._targeted])
+        dataset = next(iter(self._splits.values())).dataset
+        assert isinstance(dataset, ArrayDataset)  # `build` made it, for all splits
+        changed_since = ValueError(f"{self.path} has changed since setup, and its rows scale the new ones. Call setup anew.")
+        if kept.sum() != len(dataset):
+            raise changed_since
         count = len(next(iter(other.values())).cells)
         joined = {}
         for name, column in table.items():
-            if name in {*self._targeted, *self._apart}:
+            is_feature = any(feature == name or feature.startswith(f"{name}=") for feature in self.feature_names)
+            if not is_feature or name in {*self._targeted, *self._apart}:
                 continue
             more = column_of(other, name, "feature")
             if column.numbers is not None and more.numbers is None:
                 raise ValueError(f"{path}: column {name!r} holds words, and numbers in {self.path}.")
             numbers = None if column.numbers is None else np.concatenate([column.numbers, more.numbers])
             joined[name] = Column(name, column.cells + more.cells, numbers)
-        new = np.arange(kept.sum(), kept.sum() + count)
-        changed = copy.copy(self)
-        x = changed._features(joined, np.append(kept, np.ones(count, bool)), [self._scaling_rows[client]], [new])[new]
-        unseen = [name for name in changed.feature_names if name not in self.feature_names]
+        rows, new = self._scaling_rows[client], np.arange(len(dataset), len(dataset) + count)
+        both = copy.copy(self)
+        both.path, both._named_by_file = Path(f"{self.path} and {path}"), {}  # for what it says of them
+        features = both._features(joined, np.append(kept, np.ones(count, bool)), [rows], [np.append(rows, new)])
+        unseen = [name for name in both.feature_names if name not in self.feature_names]
         if unseen:
             raise ValueError(
                 f"{path}: {unseen[0]} has no feature, since {self.path} has no such row. Leave such rows out, or train with "
                 "categories, in which other words have one."
             )
-        dataset = next(iter(self._splits.values())).dataset
-        assert isinstance(dataset, ArrayDataset)  # `build` made it, for all splits
-        return torch.from_numpy(x).to(dataset.x.dtype)
+        x = torch.from_numpy(features).to(dataset.x.dtype)
+        if not torch.equal(x[rows], dataset.x[rows]):
+            raise changed_since
+        return x[new]
 
     @property
     def columns(self) -> list[str]:

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from fedlightning.algorithm import isolated
 from fedlightning.callbacks.shared.secret_noise import uniform
+
+RECORDS = (dict, list, tuple, np.ndarray, Tensor)
+"""Types of a record of a list of which there is one object for each; equal numbers or words may be one object."""
 
 
 class PoissonBatches(Sampler[list[int]]):
@@ -155,7 +159,8 @@ def _only_orders(sampler: Any, count: int, owner: str) -> bool:
 def _rows_of(dataset: Any, places: np.ndarray) -> np.ndarray:
     """Return where some records come from, a data set and a place there each.
 
-    Subset and ConcatDataset say so; a wrapper of as many records as its `dataset` has (an augmentation) gives each once.
+    Subset and ConcatDataset say so; a wrapper of as many records as its `dataset` has (an augmentation) gives each once. A
+    list tells by its objects.
     """
     if isinstance(dataset, ConcatDataset):
         starts = zip(dataset.datasets, [0, *dataset.cumulative_sizes], strict=False)
@@ -167,4 +172,6 @@ def _rows_of(dataset: Any, places: np.ndarray) -> np.ndarray:
         return _rows_of(source, np.asarray(indices)[places] % len(source))
     if hasattr(source, "__len__") and hasattr(source, "__getitem__") and len(source) == len(dataset):
         return _rows_of(source, places)
+    if isinstance(dataset, list | tuple) and all(isinstance(dataset[place], RECORDS) for place in places):
+        return np.stack([np.zeros_like(places), [id(dataset[place]) for place in places]], axis=1)
     return np.stack([np.full_like(places, id(dataset)), places], axis=1)

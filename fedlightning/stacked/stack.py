@@ -5,11 +5,13 @@ Dropout on a stack: each client's masks are drawn from its own addressed generat
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric, MetricCollection
 
+from fedlightning.client.kept import PARTS_OF_MODULES
 from fedlightning.compat.lazy_clones import lazy_clone
+from fedlightning.fast.module_copier import ATOMIC
 from fedlightning.tensors import State, dense, is_same, state_digest
 
 
@@ -270,33 +274,91 @@ def architecture_key(module: nn.Module) -> Hashable:
         for part in named_tensors(module)
         for name, value in part.items()
     ]
+    contents = Contents(module)
     parts = [
-        (path, type(part), attributes_key(part))
+        (path, type(part), attributes_key(part, contents))
         for path, part in module.named_modules()
         if not isinstance(part, Metric | MetricCollection)
     ]
     return tuple(tensors), tuple(parts)
 
 
-def attributes_key(module: nn.Module) -> Hashable:
-    """Return a key of a module's attributes: of hooks their number, of an object other than a tree of numbers its class."""
+def attributes_key(module: nn.Module, contents: Contents) -> Hashable:
+    """Return a key of a part's attributes and hooks, equal only where their contents are.
+
+    Args:
+        module: The part.
+        contents: What objects of the whole module hold.
+    """
     return tuple(
-        (name, len(value)) if name in BARE else (name, _contents(value))
+        (name, len(value))
+        if name in PARTS_OF_MODULES
+        else (name, contents.key(tuple(value.values()) if name in BARE else value))
         for name, value in vars(module).items()
         if name not in NOTES and (name not in BARE or (isinstance(value, dict) and value))
     )
 
 
-def _contents(value: Any) -> Hashable:
-    kind: Any = type(value)
-    if kind in PLAIN:
-        return kind, value
-    if isinstance(value, Tensor):
-        return kind, state_digest({"": dense(value.detach())})
-    if isinstance(value, np.ndarray | np.generic):
-        return kind, value.dtype, value.shape, value.tobytes()
-    if isinstance(value, Mapping):
-        return kind, tuple((str(key), _contents(entry)) for key, entry in value.items())
-    if isinstance(value, list | tuple | set | frozenset):
-        return kind, tuple(map(_contents, value))
-    return kind
+def find_held(module: nn.Module) -> str | None:
+    """Return the first attribute that holds a parameter or buffer once more, where a stack does not take its place."""
+    entries = {id(value) for part in named_tensors(module) for value in part.values()}
+    paths = Contents(module).paths
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            reader = _Reader(io.BytesIO(), paths)
+            with suppress(Exception):  # what was met before counts
+                reader.dump(None if name in BARE else value)
+            if not entries.isdisjoint(map(id, reader.tensors)):
+                return ".".join(filter(None, ("self", path, name)))
+    return None
+
+
+class Contents:
+    """What the attributes of a module hold.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.paths = {id(part): path for path, part in module.named_modules()}
+        self._keys: dict[int, tuple[Hashable, Any]] = {}  # with the object, whose address is then not given to another
+
+    def key(self, value: Any) -> Hashable:
+        """Return a key that is equal only for equal contents; what cannot be read equals itself only."""
+        kind: Any = type(value)
+        if kind in PLAIN:
+            return kind, repr(value)  # -0.0 is not 0.0, and NaN is NaN
+        if id(value) not in self._keys:
+            file = io.BytesIO()
+            key: Hashable = id(value)
+            with suppress(Exception):
+                _Reader(file, self.paths).dump(value)
+                key = file.getvalue()
+            self._keys[id(value)] = key, value
+        return kind, self._keys[id(value)][0]
+
+
+class _Reader(pickle.Pickler):
+    """Writes what an object holds: tensors by their values, parts of the module by their paths, what has no copies as it is.
+
+    Args:
+        file: Where to.
+        paths: Where the parts of the module are.
+
+    Attributes:
+        tensors: Tensors that it has met.
+    """
+
+    def __init__(self, file: io.BytesIO, paths: Mapping[int, str]) -> None:
+        super().__init__(file, protocol=4)
+        self._paths = paths
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            self.tensors.append(obj)
+            return state_digest({"": dense(obj.detach())}), obj.requires_grad
+        if isinstance(obj, ATOMIC) and not isinstance(obj, torch.device):
+            return id(obj)
+        return self._paths.get(id(obj)) if isinstance(obj, nn.Module) else None

@@ -57,7 +57,7 @@ from fedlightning.stacked.scoring import (
     source_of,
     stacked_batch,
 )
-from fedlightning.stacked.stack import attributes_key, join_tree, side_by_side, take
+from fedlightning.stacked.stack import Contents, attributes_key, join_tree, side_by_side, take
 
 METHODS = frozenset(("log", "log_dict", "validation_step", "test_step"))
 """A module with one of these set on the instance is scored alone."""
@@ -83,6 +83,7 @@ class Signature:
         self._traits: list[Any] = []
         self._alone = not METHODS.isdisjoint(vars(module))
         self._tensor_ids: set[int] = set()
+        self._contents = Contents(module)
         self._walk(module, "")
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()]
         self.key = None if self._alone else (*self._traits, *shapes)
@@ -97,7 +98,7 @@ class Signature:
         self._traits += (prefix, type(module))
         if isinstance(module, Metric | MetricCollection):
             return
-        self._traits.append(attributes_key(module))
+        self._traits.append(attributes_key(module, self._contents))
         # a tensor that is neither a parameter nor a buffer cannot be stacked
         self._alone = self._alone or any(isinstance(value, Tensor) for value in attributes.values())
         self._alone = self._alone or bool(attributes["_forward_hooks"]) or bool(attributes["_forward_pre_hooks"])

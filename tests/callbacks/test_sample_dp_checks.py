@@ -118,6 +118,7 @@ def test_a_record_that_the_data_have_several_times_is_refused():
         IndexView(whole, [2, 2]),
         Augmented(Subset(whole, [4, 1, 4])),
         ConcatDataset([Augmented(whole), Subset(Augmented(whole), [5])]),
+        [whole[0], whole[1]] * 2,
     )
     for data in twice:
         with pytest.raises(

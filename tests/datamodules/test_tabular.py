@@ -371,6 +371,12 @@ def test_new_rows_are_scaled_and_coded_as_the_client_s(tmp_path):
             data.inputs_of(write(tmp_path, [list(row), list(row.values())], "bad.csv"), "Rome")
     with pytest.raises(ValueError, match="no client 'Ulm'"):
         data.inputs_of(new, "Ulm")
+    assert data.named_by_file == ready(data.path).named_by_file  # refused words leave nothing
     agreed = ready(write(tmp_path, rows), scale="federated")
     with pytest.raises(ValueError, match="give the numbers and words of its statistics"):
         agreed.inputs_of(new, "Rome")
+    for changed in (rows[:-1], [rows[0], [*rows[1][:3], 100, *rows[1][4:]], *rows[2:]], [rows[0], *rows[:0:-1]]):
+        data = ready(write(tmp_path, rows))
+        write(tmp_path, changed)
+        with pytest.raises(ValueError, match="has changed since setup, and its rows scale the new"):
+            data.inputs_of(new, "Rome")

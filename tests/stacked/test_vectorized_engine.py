@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,7 +38,10 @@ from fedlightning.callbacks import (
 )
 from fedlightning.contract import GradientContext
 from fedlightning.datamodules.loaders import LoaderDataModule
+from fedlightning.errors import ConfigurationError
+from fedlightning.fast.module_copier import Copier
 from fedlightning.options import Evaluation, Vectorized
+from fedlightning.stacked.stack import architecture_key
 from fedlightning.testing import check_algorithm
 from tests.helpers import (
     NormNet,
@@ -319,6 +324,20 @@ class ByClient(FederatedCallback):
             CHANGES[self.change](client.module, 1 + int(client.id) % 2)
 
 
+class Factor:
+    """A number in an object, which a step reads as in a dict."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __getitem__(self, name: str) -> float:
+        return self.value
+
+
+def scaled(net: Any, number: int, x: Tensor) -> Tensor:
+    return net(x) * number
+
+
 CHANGES: dict[str, Callable[[Any, int], Any]] = {
     "all thaw": lambda module, number: module.net[0].requires_grad_(True),
     "one thaws": lambda module, number: module.net[0].requires_grad_(number == 2),
@@ -327,6 +346,9 @@ CHANGES: dict[str, Callable[[Any, int], Any]] = {
     "mode": lambda module, number: module.net[2].train(number == 2),
     "a tensor": lambda module, number: setattr(module, "weight", torch.tensor([1.0, 1.0, number])),
     "in a dict": lambda module, number: module.factors.update(loss=1.0 * number),
+    "in an object": lambda module, number: setattr(module, "factors", Factor(number)),
+    "a partial": lambda module, number: setattr(module, "forward", partial(scaled, module.net, number)),
+    "a hook": lambda module, number: module.net[3].register_forward_hook(lambda part, inputs, output: output * number),
 }
 
 
@@ -337,6 +359,36 @@ def test_clients_whose_modules_differ_are_in_stacks_of_their_own(change: str) ->
     runs = pair(module, [ByClient(change)])
     assert_equal(runs)
     assert furthest(global_state(runs[0][0]), global_state(pair(module)[0][0])) > 100 * SGD  # the change does something
+
+
+class Listed(Toy):
+    """Its step reads a parameter by a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decayed = [self.net[0].weight]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1]) + sum(weight.pow(2).sum() for weight in self.decayed)
+
+
+def test_a_parameter_that_a_list_holds_once_more_is_refused() -> None:
+    """A stack has a tensor in the place of the parameter, and none in the list's."""
+    with pytest.raises(ConfigurationError, match=r"Listed holds .* once more in self\.decayed, where a stack"):
+        pair(Listed())
+
+
+def test_modules_that_are_alike_have_one_key() -> None:
+    """Whatever way they were copied, and whatever values they train."""
+    module: Any = Toy()
+    module.blocks, module.fn, module.factors, module.nothing = [module.net[0]], module.score, Factor(2.0), math.nan
+    module.net[0].register_forward_hook(module.on_fit_start)
+    others = [copy.deepcopy(module), Copier(module).copy()]
+    for other in others:
+        torch.nn.init.ones_(other.net[0].weight)
+    assert len({architecture_key(some) for some in (module, *others)}) == 1
+    others[0].factors.value = 3.0
+    assert architecture_key(others[0]) != architecture_key(module)
 
 
 class Weighted(Toy):
