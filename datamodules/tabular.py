@@ -255,7 +255,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         return ids, splits
 
     def inputs_of(self, path: str | Path, client: str) -> torch.Tensor:
-        """Return the inputs of other rows, scaled and coded as those of a client, for its model or the global one.
+        r"""Return the inputs of other rows, scaled and coded as those of a client, for its model or the global one.
 
         Args:
             path: A file with the columns of features; it need not have others.
@@ -270,8 +270,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             >>> folder = Path(tempfile.mkdtemp())
             >>> path, new = folder / "patients.csv", folder / "new.csv"
             >>> rows = [f"{age},{'fm'[age % 2]},{'AB'[age % 2]},{age // 2 % 2}" for age in range(40, 80)]
-            >>> _ = path.write_text("\\n".join(["age,sex,site,ill", *rows]))
-            >>> _ = new.write_text("sex,age\\nf,60")
+            >>> _ = path.write_text("\n".join(["age,sex,site,ill", *rows]))
+            >>> _ = new.write_text("sex,age\nf,60")
             >>> data = TabularFederatedDataModule(path, target="ill", client="site", batch_size=4)
             >>> data.setup()
             >>> data.inputs_of(new, "A").shape, data.feature_names
@@ -287,7 +287,9 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         kept = complete([table[name] for name in self._targeted])
         dataset = next(iter(self._splits.values())).dataset
         assert isinstance(dataset, ArrayDataset)  # `build` made it, for all splits
-        changed_since = ValueError(f"{self.path} has changed since setup, and its rows scale the new ones. Call setup anew.")
+        changed_since = ValueError(
+            f"{self.path} has changed since setup, and its rows scale the new ones. Call setup anew."
+        )
         if kept.sum() != len(dataset):
             raise changed_since
         count = len(next(iter(other.values())).cells)
