@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -88,14 +89,16 @@ class Private(Protection):
         Raises:
             ValueError: With the way out.
         """
-        alike = [(part, rounds) for part, rounds in runs if isinstance(part, type(self)) and part.ledger == self.ledger]
+        alike = [(part, rounds) for part, rounds in runs if isinstance(part, type(self))]
+        ledgers = {part.ledger and os.path.realpath(part.ledger) for part, _ in alike}
+        if self.noise_seed is None and len(alike) > 1 and (None in ledgers or len(ledgers) > 1):
+            raise ValueError(
+                f"{self.key}: {len(alike)} runs on the same data add up, and without one ledger of all each counts alone. "
+                "Give ledger=FOLDER, outside of the runs."
+            )
         if self.ledger is None:
-            if self.noise_seed is None and len(alike) > 1:
-                raise ValueError(
-                    f"{self.key}: {len(alike)} runs on the same data add up, and without a ledger each counts alone. Give "
-                    "ledger=FOLDER, outside of the runs."
-                )
             return
+        alike = [(part, rounds) for part, rounds in alike if rounds]
         steps = [step for part, rounds in alike for step in part.planned(rounds)]
         before = [*spent_in(self.ledger, self.of_updates), []]
         spent = max(self.epsilon_of([*others, *steps]) for others in before)

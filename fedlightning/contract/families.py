@@ -196,7 +196,7 @@ class Protection(FederatedCallback):
         """Refuse runs that together spend more than a budget that they share, before the first of them begins.
 
         Args:
-            runs: What protects each run, and its number of rounds.
+            runs: What protects each run, and its number of rounds; 0: it has spent already what it will.
         """
 
     def class_means(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import yaml
 from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.cli import main
 from fedlightning.config.input_errors import InputError
+from fedlightning.experiments.experiment import StudyFile
 from fedlightning.experiments.methods import Method, without_place
 from fedlightning.experiments.plan import make_plan
 from fedlightning.experiments.search import (
@@ -252,11 +254,29 @@ def test_private_trials_are_refused_without_scores_or_a_ledger(tmp_path):
             refuse_private(runs(name, 1, **options))
         options |= {"scores": "in the clear"}
         with pytest.raises(
-            InputError, match=rf"{name}: 2 runs on the same data add up, and without a ledger each counts"
+            InputError, match=rf"{name}: 2 runs on the same data add up, and without one ledger of all each counts"
         ):
             refuse_private(runs(name, 2, **options))
         refuse_private(runs(name, 1, **options))
-        refuse_private(runs(name, 2, **options, ledger=str(tmp_path)))
+        with pytest.raises(InputError, match=rf"{name}: 2 runs on the same data add up"):
+            refuse_private(runs(name, 1, **options), begun=1)  # a grid that was made longer
+        places = [str(tmp_path), os.path.relpath(tmp_path)]
+        refuse_private([run for place in places for run in runs(name, 1, **options, ledger=place)], begun=3)
+        for other in ("b", None):
+            with pytest.raises(InputError, match="without one ledger of all"):
+                refuse_private([run for place in ("a", other) for run in runs(name, 1, **options, ledger=place)])
+
+
+def test_runs_that_came_to_a_round_have_begun(tmp_path):
+    study = StudyFile(tmp_path)
+    for number, (state, rounds) in enumerate(
+        [("done", 2), ("failed", 1), ("failed", 0), ("pending", 1), ("pending", 0)]
+    ):
+        study.data["runs"].append({"run": "a", "seed": number, "state": state})
+        folder = study.run_folder("a", number)
+        folder.mkdir(parents=True)
+        (folder / "metrics.csv").write_text("round,value\n" + "".join(f"{round + 1},0\n" for round in range(rounds)))
+    assert study.begun == 3
 
 
 def test_updates_and_records_are_counted_apart(tmp_path):
