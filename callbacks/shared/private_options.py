@@ -110,6 +110,10 @@ class Private(Protection):
                 f"budget of {self.epsilon:g}. Make fewer, raise noise_multiplier, or tune on data that need no protection."
             )
 
+    def rehearse(self) -> None:
+        """Count alone: a rehearsal that stood in the ledger would spend the budget of the data, and releases nothing."""
+        self.ledger = None
+
     def check(self, setup: Setup) -> None:
         """See that the packages are there; warn where a fixed seed makes the noise known.
 
