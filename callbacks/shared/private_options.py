@@ -47,6 +47,7 @@ class Private(Protection):
     """Kinds of items that get noise."""
     scored: Sequence[str] = ("scores",)
     """Kinds of items that leave if `scores` says so."""
+    _rehearses = False
 
     @property
     def facts(self) -> Facts:
@@ -64,7 +65,7 @@ class Private(Protection):
 
     def fits(self, history: Steps) -> bool:
         """Return whether there is room for all of these steps."""
-        return self.epsilon is None or self.epsilon_of(history) <= self.epsilon * (1 + 1e-9)
+        return self._rehearses or self.epsilon is None or self.epsilon_of(history) <= self.epsilon * (1 + 1e-9)
 
     def room_for(self, before: Steps, kind: Sequence[float], most: int) -> int:
         """Return for how many of `most` more steps, of a noise and a rate, there is room."""
@@ -111,8 +112,8 @@ class Private(Protection):
             )
 
     def rehearse(self) -> None:
-        """Count alone: a rehearsal that stood in the ledger would spend the budget of the data, and releases nothing."""
-        self.ledger = None
+        """Count alone and without end: a rehearsal spends nothing of the data's budget, and its visits are other ones."""
+        self.ledger, self._rehearses = None, True
 
     def check(self, setup: Setup) -> None:
         """See that the packages are there; warn where a fixed seed makes the noise known.
