@@ -442,6 +442,19 @@ class Search:
         """Best trial; `None` if no trial has an objective."""
         return next((trial for trial in self.ranked if trial.objective is not None), None)
 
+    def name_other_data(self) -> Iterator[str]:
+        """Yield a sentence for every run that was validated on other data than most with its seed."""
+        from fedlightning.study.baselines import odd_splits
+        from fedlightning.study.finished_runs import load_run
+
+        pairs = [(name, self.experiment.study.find_done(name, seed)) for seed in self.seeds for name in self.trials]
+        runs = [load_run(folder, name) for name, folder in pairs if folder is not None]
+        for (name, seed), usual in odd_splits(runs, "val").items():
+            yield (
+                f"{name}, seed {seed}, was validated on other data than {usual.name}: their values cannot be compared. Tune "
+                "what leaves the data as they are, or start all trials anew (--redo all) where the data have changed."
+            )
+
     def write(self) -> None:
         """Write `sweep.json` and `best.yaml`."""
         best, out, files = self.best, self.experiment.folder, [*self.request.before, *self.request.files]

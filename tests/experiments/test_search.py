@@ -13,11 +13,12 @@ import yaml
 from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.cli import main
 from fedlightning.config.input_errors import InputError
-from fedlightning.experiments.experiment import StudyFile
+from fedlightning.experiments.experiment import Experiment, StudyFile
 from fedlightning.experiments.methods import Method, without_place
 from fedlightning.experiments.plan import make_plan
 from fedlightning.experiments.search import (
     Proposals,
+    Search,
     Trial,
     combinations,
     name_edges,
@@ -297,6 +298,21 @@ def test_updates_and_records_are_counted_apart(tmp_path):
     Ledger(str(tmp_path), "clients", "of updates").note([(0.5, 1.0, 9)])
     with pytest.raises(InputError, match="ClientDP: 1 runs would make epsilon"):
         refuse_private(runs(ledger=str(tmp_path)))
+
+
+def test_a_trial_on_other_data_is_named(tmp_path):
+    """The file changed between two commands, or the grid changes the split: the values are of two sets of samples."""
+    trials = {trial.name: trial for trial in map(Trial, ({"data.x": "1"}, {"data.x": "2"}, {"data.x": "3"}))}
+    search = Search(Experiment(tmp_path, None, main), request(["a.yaml"]), [0], "loss", trials)
+    for name, split in zip(trials, ("this", "other", "this"), strict=True):
+        folder = search.experiment.study.run_folder(name, 0)
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text(json.dumps({"results": [], "data": {"splits": {"val": split}}}))
+        (folder / "config.yaml").write_text("trainer: {seed: 0}")
+        search.experiment.study.data["runs"].append({"run": name, "seed": 0, "state": "done"})
+    first, other, _ = trials
+    (sentence,) = search.name_other_data()
+    assert sentence.startswith(f"{other}, seed 0, was validated on other data than {first}: ")
 
 
 @pytest.mark.slow
