@@ -58,7 +58,7 @@ def parser() -> Parser:
     )
     command.add_argument("--metric", help="metric of the table by client; default: that of a report")
     command.add_argument("--clients", action="store_true", help="copy the models of single clients too")
-    command.add_argument("--force", action="store_true", help="overwrite a card that is there")
+    command.add_argument("--force", action="store_true", help="overwrite a card that is there, and the files beside it")
     command.add_argument("--json", action="store_true", help="print the files as one line of JSON too, the last one")
     return command
 
@@ -69,25 +69,38 @@ def card(words: Sequence[str]) -> int:
     folder = find_run(options.run, "metrics.csv")
     run = load_run(folder)
     out: Path = options.out or folder / "card"
-    if (out / "README.md").exists() and not options.force:
+    if (out / "metrics.csv").exists():
+        raise InputError(
+            f"--out={shown(out)} is a run's folder, and a card has files of the same names. Give another one."
+        )
+    replaces = (out / "README.md").exists()
+    if replaces and not options.force:
         raise InputError(f"{out / 'README.md'} is there already. Give another folder with --out, or --force.")
     out.mkdir(parents=True, exist_ok=True)
     (out / "README.md").write_text(
         card_of(run, options.metric or common_metric([run]), options.license), encoding="utf-8"
     )
-    files = [out / "README.md"]
-    frozen = sorted(folder.glob("checkpoints/base-*.pt"))  # a network that the models need and do not hold
-    wanted = [Path("config.yaml"), GLOBAL, *(path.relative_to(folder) for path in frozen)]
-    if options.clients:
-        wanted += [path.relative_to(folder) for path in sorted(folder.glob("checkpoints/clients/*.ckpt"))]
-    for path in wanted:
-        if (folder / path).exists():
-            (out / path).parent.mkdir(parents=True, exist_ok=True)
-            files.append(Path(shutil.copyfile(folder / path, out / path)))
+    files, paths = [out / "README.md"], _find_files(folder, options.clients)
+    for path in set(_find_files(out, clients=True) if replaces else ()).difference(paths):
+        (out / path).unlink()  # an older card's, of another run or with models of clients
+    for path in paths:
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        files.append(Path(shutil.copyfile(folder / path, out / path)))
     say(console(), f"Card: {shown(out / 'README.md')} ({len(files)} files)")
     if options.json:
         print_json("card", out=out, files=files)
     return 0
+
+
+def _find_files(folder: Path, clients: bool) -> list[Path]:
+    """Return the files beside a card, as they lie in a folder: a frozen network is one that models need and do not hold."""
+    patterns = [
+        "config.yaml",
+        str(GLOBAL),
+        "checkpoints/base-*.pt",
+        *(["checkpoints/clients/*.ckpt"] if clients else []),
+    ]
+    return [path.relative_to(folder) for pattern in patterns for path in sorted(folder.glob(pattern))]
 
 
 def card_of(run: Run, metric: str, licence: str | None = None) -> str:

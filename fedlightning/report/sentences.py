@@ -16,6 +16,7 @@ FEW_SEEDS = 5
 """Below this many seeds, only large differences can be significant."""
 YARDSTICKS = {"siloed": "Siloed training", "central": "Central training, which moves all data,"}
 """Baseline roles that methods are compared with, and that cannot be the best method."""
+BEST = "Which method is best on average?"
 Row = Mapping[str, Any]
 
 
@@ -24,6 +25,9 @@ def answers(context: Context) -> list[Answer]:
 
     The list is empty if no method has a number.
     """
+    mixed = next((problem.text for problem in context.study.problems if problem.kind == "mixed_scales"), None)
+    if mixed is not None:
+        return [Answer(BEST, "Cannot be said", mixed)]
     ranked = [row for row in context.overview if _complete(row)]
     methods = [row for row in ranked if row["role"] not in YARDSTICKS] or ranked
     if not methods:
@@ -58,7 +62,7 @@ def _constant(context: Context) -> str:
 def _best(context: Context, first: Row, ranked: Sequence[Row]) -> Answer:
     constant = no_better_than_constant(context.study.data)
     if constant is not None:
-        return Answer("Which method is best on average?", f"None is clearly better than {_constant(context)}", constant)
+        return Answer(BEST, f"None is clearly better than {_constant(context)}", constant)
     end = "highest" if context.higher else "lowest"
     among = "Among the federated methods, " if any(row["role"] in YARDSTICKS for row in ranked) else ""
     sentence = f"{among}{first['method']} has the {end} mean test {context.metric} over clients: {_score(first)}."
@@ -73,7 +77,7 @@ def _best(context: Context, first: Row, ranked: Sequence[Row]) -> Answer:
     if unranked:
         sentence += f" Not ranked, for the problems below: {', '.join(unranked)}."
     short = first["method"] + (f", behind {ahead_of_it}" if ahead_of_it else "")
-    return Answer("Which method is best on average?", short, sentence, first["method"])
+    return Answer(BEST, short, sentence, first["method"])
 
 
 def _real(context: Context, first: Row, methods: Sequence[Row]) -> Answer:

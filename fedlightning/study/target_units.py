@@ -86,7 +86,7 @@ def describe_units(targets: Iterable[Target], metric: str) -> list[str]:
 
 
 def mixed_scales(targets: Iterable[tuple[str, Target]], metric: str) -> str | None:
-    """Return a sentence where a metric of some runs, by name, is not on one scale.
+    """Return a sentence where a metric of some runs, by name, is not of one target, or not on one scale.
 
     Example:
         >>> runs = [("A", Target("days", 6.0)), ("B", Target("days", 6.0, own_module=False))]
@@ -95,7 +95,10 @@ def mixed_scales(targets: Iterable[tuple[str, Target]], metric: str) -> str | No
     """
     named, runs_by_scale = list(targets), dict[str, dict[str, None]]()
     units = {(target.name, target.deviation) for _, target in named if target.name or target.deviation != 1}
-    if bare(metric) not in (*POWERS, "loss") or (len(units) < 2 and all(by == 1 for _, by in units)):
+    scaled = bare(metric) in (*POWERS, "loss")
+    if not scaled:  # a share of what is right has no unit, and a target
+        named = [(name, Target(target.name)) for name, target in named if target.name]
+    elif len(units) < 2 and all(by == 1 for _, by in units):
         return None
     for name, target in named:
         by = target.deviation / (target.factor("rmse") if bare(metric) in POWERS else 1.0)

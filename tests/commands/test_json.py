@@ -244,6 +244,28 @@ def test_the_card_says_what_privacy_was_spent(run: Path, tmp_path: Path) -> None
     assert "No differential privacy: the noise came from a fixed seed" in (folder / "card/README.md").read_text()
 
 
+def test_a_card_that_is_written_again_leaves_no_model_of_an_older_one(run: Path, tmp_path: Path) -> None:
+    """Whoever uploads the folder would publish clients' models that nobody asked for."""
+    folder, out = tmp_path / "version_0", tmp_path / "card"
+    shutil.copytree(run, folder)
+    (folder / "checkpoints/clients").mkdir(exist_ok=True)
+    (folder / "checkpoints/clients/7.ckpt").write_bytes(b"7")
+    assert main(["card", str(folder), "--out", str(out), "--clients"]) == 0
+    (out / "notes.txt").write_text("mine")
+    (folder / "checkpoints/global.ckpt").unlink()
+    assert (out / "checkpoints/clients/7.ckpt").exists() and (out / "checkpoints/global.ckpt").exists()
+    assert main(["card", str(folder), "--out", str(out), "--force"]) == 0
+    kept = sorted(path.name for path in out.rglob("*") if path.is_file())
+    assert kept == ["README.md", "config.yaml", "notes.txt"]
+
+
+def test_a_card_is_not_written_over_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "version_1"
+    shutil.copytree(run, other)
+    assert main(["card", str(run), "--out", str(other), "--force"]) == 2
+    assert "is a run's folder, and a card has files of the same names" in " ".join(capsys.readouterr().err.split())
+
+
 def test_intervals_of_the_card_are_wilson_s() -> None:
     """Against statsmodels' proportion_confint(8, 10, method="wilson")."""
     from fedlightning.commands.card import _with_interval

@@ -212,6 +212,17 @@ def test_one_seed_is_never_called_a_difference(tmp_path):
     assert gallery.table.rows and not any(column.key == "p" for column in gallery.table.columns)
 
 
+def test_no_method_is_the_best_of_two_targets(tmp_path):
+    folder = make_study(tmp_path, methods=("fedavg", "apfl"), shift=0.2, matrix=False)
+    for path in folder.glob("runs/*/*/summary.json"):
+        target = {"run_0": "ill", "run_1": "died"}[path.parts[-3]]
+        (path.parent / "config.yaml").write_text(f"data: {{init_args: {{target: {target}}}}}")
+    found, _ = told(folder)
+    (answer,) = found.values()
+    assert answer.answer == "Cannot be said" and answer.method is None
+    assert "accuracy is of ill in fedavg; of died in apfl: give all runs the same target" in answer.sentence
+
+
 @pytest.mark.parametrize(("shift", "expected"), [(0.2, "Yes, for this test set"), (0.0, "Not distinguishable")])
 def test_a_difference_is_called_real_only_beyond_the_variation_of_seeds(tmp_path, shift, expected):
     folder = make_study(tmp_path, methods=("fedavg", "apfl"), shift=shift, offset=0.0, matrix=False)

@@ -63,4 +63,8 @@ def test_runs_whose_errors_are_on_different_scales_are_told():
     for other, words in ((theirs, "days / 6"), (nobody, "a target that is not named")):
         assert f"MAE is of days in A; of {words} in B" in mixed_scales([("A", scaled), ("B", other)], "mae")
         assert mixed_scales([("A", scaled), ("B", other)], "r2") is None
+    for metric, words in (("r2", "R²"), ("accuracy", "accuracy")):
+        assert mixed_scales([("A", ours), ("B", nobody), ("C", Target("cost"))], metric).startswith(
+            f"{words} is of days in A; of cost in C: give"
+        )
     assert len(describe_units([scaled, scaled, theirs, nobody], "rmse")) == 2
