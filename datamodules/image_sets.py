@@ -11,7 +11,7 @@ import zipfile
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -82,7 +82,7 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         (True, 'CIFAR10', 10)
     """
 
-    common_options = ("normalize",)
+    common_options: ClassVar[Sequence[str]] = ("normalize",)
     name: str
     classes: int
     mean: tuple[float, ...]
