@@ -223,6 +223,7 @@ class SampleDP(TrainingData, Private):
             ValueError: With a way out.
         """
         super().check(setup)
+        checks.refuse_union(self.ledger, setup)
         checks.refuse_uncovered(self, setup, self.noise_multiplier is None, self.unit)
         least = min((count for count in setup.data.num_samples.values() if count), default=1)
         self.warn_of_few(setup, least, "records of a client")

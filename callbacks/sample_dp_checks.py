@@ -13,7 +13,7 @@ import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
-from fedlightning.algorithm import Client, Extra, FederatedCallback, Setup, UpdateCodec, isolated, probes
+from fedlightning.algorithm import Client, Extra, FederatedCallback, Setup, UpdateCodec, isolated, probes, requires
 from fedlightning.callbacks.shared.ledger import Steps
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, refuse_undrawable
 from fedlightning.callbacks.shared.record_gradients import refuse_mixed_records
@@ -283,6 +283,20 @@ def refuse_trainer(module: LightningModule, argument: Any, optimizers: int) -> N
         )
     if not module.automatic_optimization or optimizers > 1:
         raise ValueError(f"SampleDP makes one optimizer's step, and {type(module).__name__} optimizes in another way.")
+
+
+def refuse_union(ledger: str | None, setup: Setup) -> None:
+    """Refuse a ledger beside a method that trains on all clients' data as those of one: it counts client by client.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    for other in setup.callbacks if ledger is not None else ():
+        if any(isinstance(need, requires.PooledSplit) and need.of == "train" for need in other.facts.requires):
+            raise ValueError(
+                f"{other.key} trains on all clients' data as those of one, and a ledger has a file for each client, which "
+                "would not count these steps. Leave ledger out, so that the run counts alone, or take another method."
+            )
 
 
 def refuse_forgetting(ledger: str | None, noise_seed: int | None) -> None:

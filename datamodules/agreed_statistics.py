@@ -58,7 +58,7 @@ class Open:
             if len(np.unique(groups[~np.isnan(column)])) < self.least:
                 column = column[:0]
             if name in self.ranges:
-                sums[f"bins {name}"] = bins_of(column, self.ranges[name], self.least)
+                sums[f"bins {name}"] = bins_of(column, self.ranges[name], self.least, groups[: len(column)])
             else:
                 sums[f"moments {name}"] = moments_of(column, self.least)
         for name, (_, _, cells) in self.words.items():
@@ -162,29 +162,37 @@ def moments_of(values: np.ndarray, least: int) -> list[float]:
     return [float(len(filled)), math.fsum(filled), math.fsum((filled * filled).tolist())]
 
 
-def bins_of(values: np.ndarray, ends: Sequence[float], least: int) -> list[float]:
-    """Return the counts of the bins of a range, first and last those outside; no count is of fewer than `least` rows.
+def bins_of(values: np.ndarray, ends: Sequence[float], least: int, groups: np.ndarray | None = None) -> list[float]:
+    """Return the counts of the bins of a range, first and last those outside; none is of fewer than `least` rows (groups).
 
-    Neighbouring bins are taken together until `least` rows are in them, and all are counted in the bin of the middle one. So
+    Neighbouring bins are taken together until `least` are in them, and all are counted in the bin of the middle one. So
     the lowest and the highest value do not show, and quantiles are off by the width that so many rows of a client take.
+
+    Args:
+        values: The column, NaN for a gap.
+        ends: Ends of the range.
+        least: Fewest rows, or groups, behind a count.
+        groups: Group (patient) of each row; `None`: rows are independent.
 
     Example:
         >>> counts = bins_of(np.array([-1.0, 0.0, 0.0, 99.5, 100.0]), (0.0, 100.0), least=2)
         >>> len(counts), [(place, count) for place, count in enumerate(counts) if count]
         (102, [(1, 3.0), (100, 2.0)])
     """
-    filled = np.sort(values[~np.isnan(values)])
+    rows = np.argsort(values)[: int((~np.isnan(values)).sum())]  # NaN comes last
+    filled, owners = values[rows], rows if groups is None else groups[rows]
     edges = np.linspace(float(ends[0]), float(ends[1]), BINS + 1)
     places = np.searchsorted(edges, filled, side="right")
     counts = np.zeros(BINS + 2)
-    if len(filled) < least:
+    if len(np.unique(owners)) < least:
         return counts.tolist()
     start = 0
     while start < len(filled):
-        end = start + least
+        first = np.sort(np.unique(owners[start:], return_index=True)[1])  # where an owner has its first of these rows
+        end = start + int(first[least - 1]) + 1
         if end < len(filled):
             end = int(np.searchsorted(places, places[end - 1], side="right"))  # all of a bin go together
-        if len(filled) - end < least:  # those that are left would be too few
+        if len(np.unique(owners[end:])) < least:  # those that are left would be too few
             end = len(filled)
         counts[places[(start + end - 1) // 2]] += end - start
         start = end

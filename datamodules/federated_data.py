@@ -8,7 +8,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from lightning import LightningDataModule
@@ -37,6 +37,10 @@ class FederatedDataModule(LightningDataModule, ABC):
         >>> data
         <DigitsDataModule: 10 clients, 1150 training samples>
     """
+
+    common_options: ClassVar[Sequence[str]] = ()
+    """Options by which inputs or targets mean something else, so that all sites have to have the same; the others are a
+    site's own: where its data are, how they are divided."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Show those who ask for a class's signature the arguments that its constructor hands on to its base, too."""
@@ -117,9 +121,14 @@ class FederatedDataModule(LightningDataModule, ABC):
         return None
 
     @property
+    def underlying(self) -> LightningDataModule | None:
+        """The data module that these data are made of; `None`: of no other. What it says of its records holds here too."""
+        return None if self.original is self else self.original
+
+    @property
     def coupled_records(self) -> str:
         """How features of a client's record depend on its other records, and a way out, in sentences; empty: they do not."""
-        return ""
+        return str(getattr(self.underlying, "coupled_records", ""))
 
     @property
     def coupling(self) -> str:
@@ -140,15 +149,17 @@ class FederatedDataModule(LightningDataModule, ABC):
     def meaning(self) -> dict[str, list[str]]:
         """What a network's `inputs` and `targets` are, in order, as far as they have names; all clients have the same.
 
-        Here: the names of classes, of the user's own data module too (`class_names`).
+        Here: what `underlying` says, or the names of classes (`class_names`) and the `common_options`.
         """
         names = getattr(self.original, "class_names", None)
-        return {"targets": [str(name) for name in names]} if names else {}
+        named = {"targets": [str(name) for name in names]} if names else {}
+        options = {name: [json.dumps(getattr(self, name), sort_keys=True)] for name in self.common_options}
+        return dict(getattr(self.underlying, "meaning", named | options))
 
     @property
     def named_by_file(self) -> dict[str, Any]:
         """Options that the file here has decided, with their values: a site with another file may have others."""
-        return {}
+        return dict(getattr(self.underlying, "named_by_file", {}))
 
     @property
     def drifts(self) -> bool:

@@ -57,6 +57,8 @@ class UCIHARDataModule(NaturalSites):
         'signals'
     """
 
+    common_options = ("inputs",)
+
     @checked
     def __init__(
         self,
@@ -207,6 +209,7 @@ class KUHARDataModule(NaturalSites):
     """
 
     classes = len(KU_ACTIVITIES)
+    common_options = ("window",)
 
     @checked
     def __init__(

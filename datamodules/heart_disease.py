@@ -74,6 +74,7 @@ class HeartDiseaseDataModule(NaturalSites):
         (4, 43)
     """
 
+    common_options = ("grades", "binary_float", "statistics")
     way = "unpack https://archive.ics.uci.edu/static/public/45/heart+disease.zip there"
     address = "heart disease"
 

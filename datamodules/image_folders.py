@@ -13,9 +13,8 @@ from torch import Tensor
 from fedlightning.datamodules.federated_data import SPLITS, sort_clients
 from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.image_files import ImageFiles
-from fedlightning.datamodules.labels import check_classes
+from fedlightning.datamodules.labels import check_classes, refuse_other_folders
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
-from fedlightning.errors import listed
 from fedlightning.ranges import Length, ShareBelowOne, checked
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".gif"})
@@ -68,6 +67,8 @@ class ImageFolderDataModule(NaturalSites):
         (['a', 'b'], ['cat', 'dog'], 6)
     """
 
+    common_options = ("size", "channels")
+
     @checked
     def __init__(
         self,
@@ -111,8 +112,7 @@ class ImageFolderDataModule(NaturalSites):
         here = sorted({name for splits in by_client.values() for images in splits.values() for name, _ in images})
         if self.classes is None:
             self.class_names = here
-        if other := [name for name in here if name not in self.class_names]:
-            raise ValueError(f"{self.root}: there are folders {listed(other)}, and class_names has {self.class_names}.")
+        refuse_other_folders(self.root, here, self.class_names)
         number = {name: place for place, name in enumerate(self.class_names)}
         paths: list[Path] = []
         labels: list[int] = []

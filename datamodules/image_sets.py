@@ -11,7 +11,7 @@ import zipfile
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -82,6 +82,7 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         (True, 'CIFAR10', 10)
     """
 
+    common_options: ClassVar[Sequence[str]] = ("normalize",)
     name: str
     classes: int
     mean: tuple[float, ...]
@@ -207,6 +208,7 @@ class MNISTDataModule(_IdxDataModule):
         ('data/MNIST/raw', 4, 2)
     """
 
+    common_options = ("normalize", "only")
     name = "MNIST"
     classes = 10
     mean, std = (0.1307,), (0.3081,)
@@ -305,6 +307,7 @@ class EMNISTDataModule(_IdxDataModule):
         26
     """
 
+    common_options = ("normalize", "split")
     name = "EMNIST"
     mean, std = (0.1751,), (0.3332,)
     most = (697_932, 116_323)  # of byclass, the largest split

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from fedlightning.datamodules.csv_tables import code_of
 from fedlightning.datamodules.views import ArrayDataset, IndexView
+from fedlightning.errors import listed
 
 _ATTRIBUTES = ("targets", "labels")
 LABEL_KEYS = ("label", "labels", "y", "target", "targets")
@@ -118,6 +119,18 @@ def check_classes(values: np.ndarray, where: str, way: str) -> None:
         )
     ask_about_spelling(names, where)
     ask_about_one(values, "class", where, f"; to have no other classes than yours, {way}")
+
+
+def refuse_other_folders(root: object, folders: Iterable[str], classes: Sequence[str]) -> None:
+    """Refuse folders that are not among the classes that were named.
+
+    Example:
+        >>> refuse_other_folders("data", ["ham", "eggs"], ["ham", "spam"])
+        Traceback (most recent call last):
+        ValueError: data: there are folders eggs, and class_names has ['ham', 'spam'].
+    """
+    if other := [name for name in folders if name not in classes]:
+        raise ValueError(f"{root}: there are folders {listed(other)}, and class_names has {list(classes)}.")
 
 
 def ask_about_spelling(names: Iterable[Any], where: str) -> None:

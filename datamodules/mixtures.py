@@ -94,6 +94,10 @@ class MixtureDataModule(IndexedFederatedDataModule):
         self._planted: dict[str, int] = {}
 
     @property
+    def underlying(self) -> ArrayFederatedDataModule:
+        return self.source
+
+    @property
     def num_groups(self) -> int:
         """Number of groups."""
         return 2 if isinstance(self.groups, str) else len(self.groups)

@@ -136,11 +136,6 @@ class Partitioned(IndexedFederatedDataModule):
         """The user's data module, whose samples are divided; this one, where it was made from datasets."""
         return self if isinstance(self.datamodule, _Datasets) else self.datamodule
 
-    @property
-    def coupled_records(self) -> str:
-        """What the user's own data module says of it, if it does."""
-        return "" if self.original is self else str(getattr(self.original, "coupled_records", ""))
-
     @classmethod
     def from_datasets(  # type: ignore[override]
         cls,

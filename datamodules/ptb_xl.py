@@ -62,6 +62,7 @@ class PTBXLDataModule(NaturalSites):
         100
     """
 
+    common_options = ("task", "rate")
     files = FILES
     way = "unpack https://physionet.org/content/ptb-xl/1.0.3/ there"
 

@@ -66,7 +66,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     which adds them up and sends the totals to all; the totals stand in `statistics.json` of the run. A client gives no sum
     of fewer than `least` rows (patients, with `group`), and a column takes three sites, since of two each could subtract its
     own. The server sees each client's sums. A column in `ranges` is scaled by median and interquartile range instead, from
-    counts of 100 agreed bins, of which a client takes neighbours together until `least` rows are in them: quantiles are
+    counts of 100 agreed bins, of which a client takes neighbours together until `least` are in them: quantiles are
     off by a hundredth of the range, or by the width that so many rows of a client take; no smallest or largest value
     shows. Until a federation has agreed, `x` is NaN there.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader
 
 from fedlightning.datamodules.arrays import federate
 from fedlightning.datamodules.federated_data import SPLITS
+from fedlightning.datamodules.labels import refuse_other_folders
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.plans import Partitioner
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.errors import import_package
-from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
+from fedlightning.ranges import Length, PositiveInt, ShareBelowOne, checked
 from fedlightning.seeding import generator
 
 IGNORED = -100
@@ -168,8 +169,8 @@ class TextDataModule(LoaderDataModule):
 class TextFolderDataModule(TextDataModule):
     """Texts in folders of their classes, `root/<class>/<file>` in UTF-8, that a partitioner divides among clients.
 
-    Test and validation texts are cut from each client's, stratified by class. Classes are the folders in ascending order;
-    what is hidden (`.git`, `.DS_Store`) is left out.
+    Test and validation texts are cut from each client's, stratified by class. Classes are the folders in ascending order
+    (`class_names`); what is hidden (`.git`, `.DS_Store`) is left out.
 
     Args:
         root: Folder of the classes' folders.
@@ -181,9 +182,11 @@ class TextFolderDataModule(TextDataModule):
         val_fraction: Share of a client's training texts for validation.
         test_fraction: Share of a client's texts for testing.
         seed: Seed of the division.
+        class_names: The folders of classes in their order, where a site may lack some of them.
 
     Raises:
         FileNotFoundError: If there is no folder of a class with a text.
+        ValueError: If there is a folder that `class_names` lacks.
 
     Example:
         >>> from pathlib import Path
@@ -211,6 +214,7 @@ class TextFolderDataModule(TextDataModule):
         val_fraction: ShareBelowOne = 0.2,
         test_fraction: ShareBelowOne = 0.2,
         seed: int = 0,
+        class_names: Annotated[Sequence[str], Length(2, different=True)] | None = None,
     ) -> None:
         if isinstance(tokenizer, str):
             needs = "A tokenizer from a folder needs transformers, which peft brings along"
@@ -218,7 +222,9 @@ class TextFolderDataModule(TextDataModule):
         files = sorted(file for file in Path(root).glob("[!.]*/[!.]*") if file.is_file())
         if not files:
             raise FileNotFoundError(f"There are no texts in {root}; write {root}/<class>/<file>, as ham/0001.txt.")
-        self.class_names = sorted({file.parent.name for file in files})
+        here = sorted({file.parent.name for file in files})
+        self.class_names, self._named = list(class_names or here), class_names is not None
+        refuse_other_folders(root, here, self.class_names)
         if max_texts is not None:
             order = torch.randperm(len(files), generator=generator(seed, "texts"))[:max_texts]
             files = [files[place] for place in sorted(order.tolist())]
@@ -234,6 +240,10 @@ class TextFolderDataModule(TextDataModule):
             for place, client in enumerate(ids)
         }
         super().__init__(clients, tokenizer, batch_size, max_length)
+
+    @property
+    def named_by_file(self) -> dict[str, Any]:
+        return {} if self._named else {"class_names": self.class_names}
 
 
 def _without_padding(row: Mapping[str, Any]) -> dict[str, Any]:

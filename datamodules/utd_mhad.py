@@ -57,6 +57,8 @@ class UTDMHADDataModule(MultimodalDataModule):
         64
     """
 
+    common_options = ("length",)
+
     @checked
     def __init__(
         self,

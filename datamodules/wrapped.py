@@ -42,16 +42,8 @@ class WrappedDataModule(FederatedDataModule):
         return self.whole.pooled_dataloader(self.source_of(split))
 
     @property
-    def coupled_records(self) -> str:
-        return self.whole.coupled_records
-
-    @property
-    def meaning(self) -> dict[str, list[str]]:
-        return self.whole.meaning
-
-    @property
-    def named_by_file(self) -> dict[str, Any]:
-        return self.whole.named_by_file
+    def underlying(self) -> FederatedDataModule:
+        return self.whole
 
     @property
     def drifts(self) -> bool:
@@ -138,16 +130,8 @@ class WrappedIndexedDataModule(IndexedFederatedDataModule):
         self.source, self.collate_fn = source, source.collate_fn
 
     @property
-    def coupled_records(self) -> str:
-        return self.source.coupled_records
-
-    @property
-    def meaning(self) -> dict[str, list[str]]:
-        return self.source.meaning
-
-    @property
-    def named_by_file(self) -> dict[str, Any]:
-        return self.source.named_by_file
+    def underlying(self) -> FederatedDataModule:
+        return self.source
 
     def prepare_data(self) -> None:
         """Call the source's `prepare_data`."""

@@ -158,7 +158,11 @@ def assemble_dry_run(options: TrainerOptions, model: LightningModule, data: Fede
             clients = [*distinct_clients(trained, server.blueprint.architecture_of), *unseen]
             few = ClientSubset(ready, clients, fresh_loader)
             changes = small_arguments(options.arguments, unseen)
-            small = assemble(options.copied(**changes), model, few, None, assigned=server.blueprint.assigned)
+            copied = options.copied(**changes)
+            for callback in copied.callbacks:
+                if isinstance(callback, Protection):
+                    callback.rehearse()
+            small = assemble(copied, model, few, None, assigned=server.blueprint.assigned)
             return dry_run(whole, small, options.max_rounds)
 
 

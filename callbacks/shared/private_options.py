@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -46,6 +47,7 @@ class Private(Protection):
     """Kinds of items that get noise."""
     scored: Sequence[str] = ("scores",)
     """Kinds of items that leave if `scores` says so."""
+    _rehearses = False
 
     @property
     def facts(self) -> Facts:
@@ -63,7 +65,7 @@ class Private(Protection):
 
     def fits(self, history: Steps) -> bool:
         """Return whether there is room for all of these steps."""
-        return self.epsilon is None or self.epsilon_of(history) <= self.epsilon * (1 + 1e-9)
+        return self._rehearses or self.epsilon is None or self.epsilon_of(history) <= self.epsilon * (1 + 1e-9)
 
     def room_for(self, before: Steps, kind: Sequence[float], most: int) -> int:
         """Return for how many of `most` more steps, of a noise and a rate, there is room."""
@@ -88,14 +90,16 @@ class Private(Protection):
         Raises:
             ValueError: With the way out.
         """
-        alike = [(part, rounds) for part, rounds in runs if isinstance(part, type(self)) and part.ledger == self.ledger]
+        alike = [(part, rounds) for part, rounds in runs if isinstance(part, type(self))]
+        ledgers = {part.ledger and os.path.realpath(part.ledger) for part, _ in alike}
+        if self.noise_seed is None and len(alike) > 1 and (None in ledgers or len(ledgers) > 1):
+            raise ValueError(
+                f"{self.key}: {len(alike)} runs on the same data add up, and without one ledger of all each counts alone. "
+                "Give ledger=FOLDER, outside of the runs."
+            )
         if self.ledger is None:
-            if self.noise_seed is None and len(alike) > 1:
-                raise ValueError(
-                    f"{self.key}: {len(alike)} runs on the same data add up, and without a ledger each counts alone. Give "
-                    "ledger=FOLDER, outside of the runs."
-                )
             return
+        alike = [(part, rounds) for part, rounds in alike if rounds]
         steps = [step for part, rounds in alike for step in part.planned(rounds)]
         before = [*spent_in(self.ledger, self.of_updates), []]
         spent = max(self.epsilon_of([*others, *steps]) for others in before)
@@ -106,6 +110,10 @@ class Private(Protection):
                 f"{self.key}: {len(alike)} runs would make epsilon {spent:.4g} in all in ledger {self.ledger}, more than the "
                 f"budget of {self.epsilon:g}. Make fewer, raise noise_multiplier, or tune on data that need no protection."
             )
+
+    def rehearse(self) -> None:
+        """Count alone and without end: a rehearsal spends nothing of the data's budget, and its visits are other ones."""
+        self.ledger, self._rehearses = None, True
 
     def check(self, setup: Setup) -> None:
         """See that the packages are there; warn where a fixed seed makes the noise known.

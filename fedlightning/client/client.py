@@ -22,6 +22,7 @@ from fedlightning.client.record import ClientRecord, VisitWork
 from fedlightning.compat.lightning_runs import detached_copy
 from fedlightning.contract import POOLED, Phase, Protection, SumCodec
 from fedlightning.contract.messages import ClientLog, Message
+from fedlightning.datamodules.federated_data import sort_clients
 from fedlightning.datamodules.public import addressable, has_positions, public_loader, size_of
 from fedlightning.datamodules.sampling import each_once, gives_batches
 from fedlightning.datamodules.views import samples_at
@@ -169,8 +170,10 @@ class Client:
     @property
     def sample_groups(self) -> np.ndarray | None:
         """Group (a patient) of each training sample, in the order of the samples; `None` if nobody knows groups."""
-        data = self._runner.data.at_round(self.round)
-        return data.sample_groups(self.id) if self.id in data.client_ids else None
+        data, holders = self._runner.data.at_round(self.round), self._holders()
+        groups = [data.sample_groups(client) for client in holders if client in data.client_ids]
+        of_all = [part for part in groups if part is not None]
+        return np.concatenate(of_all) if len(of_all) == len(holders) else None
 
     @property
     def training_extras(self) -> dict[str, dict[str, Any]]:
@@ -245,9 +248,12 @@ class Client:
 
     def size(self, split: str = "train") -> int:
         """Return the number of samples in a split of the client's data; of all clients' data in a pooled job."""
-        data = self._runner.described
-        ids = data.client_ids if POOLED in (self.message.data, self.message.client) else [self.id]
-        return sum(data.num_samples(client, split, self.round) for client in ids)
+        return sum(self._runner.described.num_samples(client, split, self.round) for client in self._holders())
+
+    def _holders(self) -> list[str]:
+        """Return the clients whose samples this job reads, in the order of its loader."""
+        pooled = POOLED in (self.message.data, self.message.client)
+        return sort_clients(self._runner.described.client_ids) if pooled else [self.id]
 
     def anchor(self, name: str, device: torch.device) -> Tensor | None:
         """Return the value of one entry as the server sent it."""

@@ -151,7 +151,8 @@ class DataSummary:
         content: A hash of a few training samples of some clients, where these are in memory; else `None`.
         over_rounds: Training samples of a client in rounds 0, 1, ..., the last number from then on, where the training
             data change from round to round. `sizes` are then of all rounds.
-        meaning: A hash of what the network's `"inputs"` and `"targets"` are, in order, where they have names.
+        meaning: A hash of what the network's `"inputs"` and `"targets"` are, in order, where they have names, and of each
+            option by which they mean something else.
         statistics: What the clients are to agree on before round 1: columns and words, no values; `None`: nothing.
     """
 
@@ -215,11 +216,11 @@ class DataSummary:
                     f"The sites of '{first.client_ids[0]}' and '{site.client_ids[0]}' have different public data "
                     f"({first.public_print or 'none'}; {site.public_print or 'none'}). Give every site the same."
                 )
-            for kind, ways in MEANING.items():
+            for kind in (*MEANING, *sorted({*first.meaning, *site.meaning} - {*MEANING})):
                 if site.meaning.get(kind) != first.meaning.get(kind):
                     raise ValueError(
                         f"The sites of '{first.client_ids[0]}' and '{site.client_ids[0]}' have different {kind}, or in "
-                        f"another order, and one network is to take them. Give every site the same {ways}."
+                        f"another order, and one network is to take both. Give every site the same {MEANING.get(kind, kind)}."
                     )
             if site.statistics != first.statistics:
                 raise ValueError(

@@ -93,6 +93,8 @@ def sweep(words: Sequence[str], main: Main) -> int:
         states = study.states(list(search.trials), seeds)
         show_failures(study, states["failed"], screen)
         show_trials(search, screen)
+        for sentence in search.name_other_data():
+            say(screen, f"! {sentence}", markup=False)
         for sentence in name_edges(search.best.values, choices, ranges) if search.best is not None else ():
             say(screen, sentence, markup=False)
         if options.test and search.best is not None:

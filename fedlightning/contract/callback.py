@@ -90,6 +90,7 @@ FAMILIES = {
     "covers": "Protection",
     "protect": "Protection",
     "check_runs": "Protection",
+    "rehearse": "Protection",
     "class_means": "Protection",
     "intercept": "UpdateInterception",
     "is_stackable": "Stackable",

@@ -196,8 +196,11 @@ class Protection(FederatedCallback):
         """Refuse runs that together spend more than a budget that they share, before the first of them begins.
 
         Args:
-            runs: What protects each run, and its number of rounds.
+            runs: What protects each run, and its number of rounds; 0: it has spent already what it will.
         """
+
+    def rehearse(self) -> None:
+        """Make this copy one for a dry run, which spends nothing: what lasts beyond a run is neither read nor written."""
 
     def class_means(
         self, client: Client, update: Update, vectors: Callable[[], Iterable[tuple[Tensor, Tensor]]], classes: int

@@ -409,7 +409,11 @@ class Contest:
         methods = [plan.methods[0] for plan in plan_trials(request, trials, [*more, "--trainer.logger=false"])]
         tasks = self.experiment.plan(methods, seeds)
         new = {task.name for task in tasks if not task.resumable}
-        call(refuse_private, [method for method in methods for _ in seeds if method.name in new])
+        call(
+            refuse_private,
+            [method for method in methods for _ in seeds if method.name in new],
+            self.experiment.study.begun,
+        )
         return not tasks or self.experiment.make(methods, seeds, tasks, self.watchers)
 
     def _error(self, labels: Iterable[str], seed: int) -> str:

@@ -18,7 +18,7 @@ from rich.console import Console
 from fedlightning.compat.system import lock_file
 from fedlightning.config.input_errors import InputError
 from fedlightning.experiments.children import Main, Outcome
-from fedlightning.experiments.execute import Task, View, Watcher, execute
+from fedlightning.experiments.execute import Task, View, Watcher, execute, rounds_begun
 from fedlightning.experiments.methods import Method, differences
 from fedlightning.experiments.ray_runner import RayRuns, refuse_ray_within
 from fedlightning.resume.stop_requests import ENDINGS, SIGNALS, under_slurm
@@ -78,6 +78,12 @@ class StudyFile(Watcher):
         """Return the folder of a run if it is done, else `None`."""
         entry = self.entry(name, seed)
         return self.run_folder(name, seed) if entry is not None and entry["state"] == "done" else None
+
+    @property
+    def begun(self) -> int:
+        """Number of runs that have come to a round, whatever became of them."""
+        runs = self.data["runs"]
+        return sum(run["state"] == "done" or rounds_begun(self.run_folder(run["run"], run["seed"])) > 0 for run in runs)
 
     def config_file(self, name: str) -> Path:
         """Return the file with the complete configuration of a method."""

@@ -245,13 +245,14 @@ class Trial:
         return sum(scores) / len(scores) if scores and len(scores) == len(self.per_seed) else None
 
 
-def refuse_private(methods: Sequence[Method]) -> None:
+def refuse_private(methods: Sequence[Method], begun: int = 0) -> None:
     """Refuse runs whose privacy callbacks withhold what is chosen by, or whose budget does not last for all of them.
 
     It imports their classes, and torch with them: call it in a child process.
 
     Args:
         methods: The configuration of each run.
+        begun: Runs on the same data that have spent already what a ledger alone knows.
 
     Raises:
         InputError: With the budget and a way out.
@@ -264,6 +265,9 @@ def refuse_private(methods: Sequence[Method]) -> None:
             kind = class_of(entry["class_path"])
             if isinstance(kind, type) and issubclass(kind, Protection):
                 runs.append((kind(**entry.get("init_args") or {}), method.rounds))
+    runs += [
+        (callback, 0) for callback in {type(callback): callback for callback, _ in runs}.values() for _ in range(begun)
+    ]
     for callback, _ in runs:
         if callback.covers(OutgoingItem("scores")) == "withheld":
             raise InputError(
@@ -420,7 +424,7 @@ class Search:
         methods = [self.methods[name] for name in trials]
         runs = [self.methods[task.name] for task in tasks if not task.resumable]
         runs += methods[:1] * (more * len(self.seeds))
-        call(refuse_private, runs)
+        call(refuse_private, runs, self.experiment.study.begun)
         first = FirstResult(lambda folder: objective(folder, self.metric))
         finished = self.experiment.make(methods, self.seeds, tasks, [first], gpus)
         score_trials(self.experiment.study, trials, self.seeds, self.metric)
@@ -437,6 +441,19 @@ class Search:
     def best(self) -> Trial | None:
         """Best trial; `None` if no trial has an objective."""
         return next((trial for trial in self.ranked if trial.objective is not None), None)
+
+    def name_other_data(self) -> Iterator[str]:
+        """Yield a sentence for every run that was validated on other data than most with its seed."""
+        from fedlightning.study.baselines import odd_splits
+        from fedlightning.study.finished_runs import load_run
+
+        pairs = [(name, self.experiment.study.find_done(name, seed)) for seed in self.seeds for name in self.trials]
+        runs = [load_run(folder, name) for name, folder in pairs if folder is not None]
+        for (name, seed), usual in odd_splits(runs, "val").items():
+            yield (
+                f"{name}, seed {seed}, was validated on other data than {usual.name}: their values cannot be compared. Tune "
+                "what leaves the data as they are, or start all trials anew (--redo all) where the data have changed."
+            )
 
     def write(self) -> None:
         """Write `sweep.json` and `best.yaml`."""

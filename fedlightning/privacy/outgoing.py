@@ -189,7 +189,8 @@ def list_outgoing(federation: Federation) -> list[OutgoingItem]:
         (key, name): spec for sent in filters.values() for key, up in sent.extras.items() for name, spec in up.items()
     }
     before, visit, after, every = "before round 1", "in each visit", "after training", federation.asked_evaluate_every
-    sizes = "numbers of samples, classes and batches, hashes of who tests on which and of names of inputs and classes"
+    hashes = "hashes of who tests on which, of names of inputs and classes, and of options of the data"
+    sizes = f"numbers of samples, classes and batches, {hashes}"
     items = [
         OutgoingItem("sizes", sizes, before),
         OutgoingItem("classes", "numbers of training samples by class, hashes of who trains on which", before),

@@ -292,8 +292,8 @@ def _try_step(runner: ClientRuntime, module: LightningModule, draws: ClientDraws
         module.to(home)
     if finding.reason is None and changed:
         finding.reason = f"{name}.training_step changes {changed[0]}, which a stack does not keep for each client"
-    if finding.reason is None and (held := find_held(module)) is not None:
-        finding.reason = f"{name} holds parameters or buffers once more in {held}, where a stack does not reach them"
+    if finding.reason is None and (place := find_held(module)) is not None:
+        finding.reason = f"{name} holds parameters or buffers once more in {place}, where a stack does not reach them"
     return finding
 
 

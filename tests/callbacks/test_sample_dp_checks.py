@@ -10,7 +10,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
 
-from fedlightning.callbacks import FedAvg, SampleDP
+from fedlightning.callbacks import Central, FedAvg, SampleDP
 from fedlightning.callbacks import sample_dp_checks as checks
 from fedlightning.callbacks.shared.poisson_batches import refuse_undrawable
 from fedlightning.datamodules import IIDPartitioner, Partitioned, TabularFederatedDataModule
@@ -50,6 +50,17 @@ def test_sites_that_forget():
     checks.refuse_forgetting("folder", None)
     with pytest.raises(ValueError, match="needs ledger=FOLDER"):
         checks.refuse_forgetting(None, None)
+
+
+def test_a_ledger_by_client_does_not_count_what_is_spent_on_the_union(tmp_path):
+    """Central's steps stood in a file of their own, and the same records had the whole budget again as a client's."""
+    options = {"delta": 1e-3, "noise_multiplier": 1.0, "noise_seed": 3}
+    data = Partitioned.from_datasets(
+        TensorDataset(torch.randn(60, 6), torch.arange(60) % 3), partitioner=IIDPartitioner(2)
+    )
+    federate(Toy(), data, [Central(), SampleDP(**options)], max_rounds=1)
+    with pytest.raises(ValueError, match=r"Central trains on all clients' data as those of one, .* Leave ledger out"):
+        federate(Toy(), data, [Central(), SampleDP(**options, ledger=str(tmp_path / "ledger"))], max_rounds=1)
 
 
 def table(folder, **options):

@@ -12,13 +12,13 @@ from torch.utils.data import TensorDataset
 
 pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
 
-from fedlightning.callbacks import FedAvg, SampleDP
+from fedlightning.callbacks import Central, FedAvg, SampleDP
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.record_gradients import RecordGradients
 from fedlightning.datamodules import IIDPartitioner, Partitioned
 from fedlightning.engines.attempts import FederationError
 from tests.callbacks.test_sample_dp import SIZES, TINY, Plain, dp, module, plain_trainer
-from tests.helpers import Toy, federate, make_trainer, samples, toy_data
+from tests.helpers import Toy, federate, global_state, make_trainer, samples, toy_data
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:SampleDP"),
@@ -109,6 +109,17 @@ def test_a_sample_of_nobody_is_no_patient(monkeypatch):
     monkeypatch.setattr(type(data), "sample_groups", lambda self, client, split="train": np.array([1.0, np.nan] * 15))
     with pytest.raises(FederationError, match="Of 15 training samples of client '0' nobody knows whose they are"):
         make_trainer(None, [dp(unit="patient")], max_rounds=1).fit(module(), datamodule=data)
+
+
+def test_patients_of_all_clients_are_those_of_the_union():
+    """The union of the data was said to know no groups, in round 1."""
+    found = []
+    for clients in (1, 3):  # in one batch of all: who holds a patient does not matter
+        algorithm = dp(unit="patient", noise_multiplier=TINY, clip=1e6)
+        trainer = make_trainer(None, [Central(), algorithm], max_rounds=1)
+        trainer.fit(module(), datamodule=by_patient(clients=clients, batch_size=64))
+        found.append(global_state(trainer))
+    assert all(torch.allclose(value, found[1][name], atol=1e-5) for name, value in found[0].items())
 
 
 def test_where_nobody_knows_patients_it_is_refused(tmp_path):

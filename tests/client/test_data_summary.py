@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
 
+import fedlightning.datamodules as datamodules
 from fedlightning.client.data_summary import DataSummary, describe
 from fedlightning.datamodules import (
     DriftingDataModule,
+    FederatedDataModule,
     HuggingFaceDataModule,
     IIDPartitioner,
+    ImageFolderDataModule,
+    NaturalPartitioner,
+    Partitioned,
     TabularFederatedDataModule,
     TextTableDataModule,
 )
@@ -58,6 +69,29 @@ def texts(path: Path, *words: str) -> TextDataModule:
     return TextDataModule({path.name: ([{"text": "a", "label": 0}, {"text": "b", "label": 1}],)}, Tokenizer(*words))
 
 
+def pictures(path: Path, **options) -> ImageFolderDataModule:
+    for number in range(20):
+        file = path / path.name / "ab"[number % 2] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.zeros((5, 5, 3), dtype=np.uint8)).save(file)
+    return ImageFolderDataModule(path, **{"size": (4, 4)} | options)
+
+
+class Own(LightningDataModule):
+    """A data module that knows no clients, as a site may have it."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.meaning = {"inputs": [f"dose in {unit}"]}
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.zeros(8, 2), torch.arange(8) % 2), batch_size=4)
+
+
+def one(path: Path) -> NaturalPartitioner:
+    return NaturalPartitioner(groups=lambda dataset: np.full(len(dataset), path.name))
+
+
 CASES = {
     "columns in another order": ("inputs", lambda p: table(p), lambda p: table(p, "dose,age,site,y")),
     "another scale": ("inputs", lambda p: table(p), lambda p: table(p, scale="none")),
@@ -89,6 +123,12 @@ CASES = {
         lambda p: rows(p, 0, 1, inputs=["x", "z"]),
         lambda p: rows(p, 0, 1, inputs=["z", "x"]),
     ),
+    "another size of images": ("size", lambda p: pictures(p), lambda p: pictures(p, size=(8, 8))),
+    "what the user's own data module says": (
+        "inputs",
+        lambda p: Partitioned(Own("mg"), one(p), test_fraction=0.0),
+        lambda p: Partitioned(Own("g"), one(p), test_fraction=0.0),
+    ),
     "columns of data that drift": (
         "inputs",
         lambda p: DriftingDataModule(table(p, scale="none"), windows=2),
@@ -118,6 +158,35 @@ def test_a_site_that_lacks_a_named_class_takes_part(tmp_path):
         data.setup("fit")
         sites.append(describe(data))
     assert DataSummary.merged(sites).client_ids == ["a", "b"]
+
+
+SITES_OWN = {
+    "where the data are": "root path source images download encoding delimiter decimal name clients datamodule data "
+    "train val test",
+    "which of them": "max_train max_test max_tiles max_texts skip min_records min_windows min_chars largest step hospitals "
+    "centres regions drop max_length max_words public public_fraction public_labels least samples val_samples "
+    "test_samples sizes num_clients make",
+    "how they are divided": "partitioner client group seed val_seed split_seed val_fraction test_fraction test_speakers "
+    "test_trial split by windows starts every memory scored sampler iid alpha beta mixture groups shift label_space",
+    "how they are read": "batch_size num_workers pin_memory drop_last cache keep collate_fn collator packing flatten",
+    "what is changed in them": "augment transform modalities sensors missing missing_labels wrong_labels names noise "
+    "positive features strength concepts grows_over",
+    "what `meaning` has names of": "inputs label labels target text event event_value task categorical statistics classes "
+    "target_statistics scaling scale ranges categories vocabulary buckets tokenizer class_names",
+}
+"""Options that sites may have different values of, or that are compared by what comes of them."""
+
+
+def test_every_option_of_every_data_module_is_compared_or_a_sites_own():
+    """A new option is one or the other; which of them is for its author to say."""
+    names = {name for names in SITES_OWN.values() for name in names.split()}
+    kinds = [kind for kind in (getattr(datamodules, name) for name in dir(datamodules)) if isinstance(kind, type)]
+    kinds = [kind for kind in kinds if issubclass(kind, FederatedDataModule)]
+    assert len(kinds) > 20
+    for kind in kinds:
+        options = set(inspect.signature(kind).parameters) - {"args", "kwargs"}
+        assert set(kind.common_options) <= options or inspect.isabstract(kind)
+        assert options <= names | set(kind.common_options), kind
 
 
 def test_names_do_not_travel(tmp_path):

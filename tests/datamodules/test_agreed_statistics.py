@@ -56,6 +56,12 @@ def test_nothing_of_fewer_than_the_least_leaves():
     counts = bins_of(np.array([1.0, 1.0, 1.0, 70.0, 30.0, 50.0, 90.0]), (0, 100), 3)
     assert sum(counts) == 7 and all(count == 0 or count >= 3 for count in counts)
     assert not counts[91] and not any(bins_of(np.array([1.0, 70.0]), (0, 100), 3))
+    values, patients = np.array([1.0] * 5 + [20.0, 40.0, 60.0, 61.0]), np.array([0] * 5 + [1, 2, 3, 4])
+    counts = bins_of(values, (0, 100), 2, patients)  # the five rows are of one patient, and do not stand alone
+    assert [count for count in counts if count] == [6.0, 3.0] and not any(
+        bins_of(values[:5], (0, 100), 2, patients[:5])
+    )
+    assert bins_of(values, (0, 100), 2, np.arange(9)) == bins_of(values, (0, 100), 2)
     assert words_of(["a", "a", "a", "b"], [1, 1, 1, 2], 2) == {}  # three rows of one patient
     assert words_of(["a", "a", "b"], [1, 2, 3], 2) == {"a": 2.0}
     assert chosen_words({"b": 3.0, "a": 3.0, "c": 9.0}, 2) == ["a", "c"]

@@ -5,7 +5,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset, default_collate
 
 from fedlightning.datamodules import (
     AddressedSampler,
@@ -17,8 +17,11 @@ from fedlightning.datamodules import (
     IndexView,
     MixtureDataModule,
     Partitioned,
+    ShiftedDataModule,
     Split,
+    ValidatedOnTest,
 )
+from fedlightning.datamodules.held_out import ClientSubset
 from fedlightning.datamodules.views import collate_rows
 
 
@@ -284,3 +287,29 @@ def test_without_training_data_there_are_no_public_data():
     data = TestsOnly()
     data.setup()
     assert data.public_dataloader() is None
+
+
+class Ranked(DigitsDataModule):
+    """Digits whose features are ranks among all records."""
+
+    coupled_records = "rows are ranked."
+    named_by_file = {"classes": ["0", "1"]}
+    meaning = {"inputs": ["ranks"]}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda source: MixtureDataModule(source, 4),
+        lambda source: ShiftedDataModule(source, features="noise", strength=0.1),
+        lambda source: ValidatedOnTest(source),
+        lambda source: ClientSubset(ShiftedDataModule(source, features="noise", strength=0.1), ["0"]),
+        lambda source: Partitioned(source, IIDPartitioner(2), sampler=lambda rows: RandomSampler(rows)),
+    ],
+)
+def test_what_data_say_of_their_records_holds_whatever_they_are_wrapped_in(wrap):
+    """A mixture of features that depend on each other was not known to have any."""
+    source = Ranked(IIDPartitioner(4))
+    wrapped = wrap(source)
+    for name in ("coupled_records", "coupling", "named_by_file", "meaning"):
+        assert getattr(wrapped, name) == getattr(source, name), name

@@ -133,3 +133,16 @@ def test_the_methods_of_mails_run(encoder, mails, tmp_path):
     grid = str(LANGUAGE / "mails_methods.yaml")
     assert main(["compare", "--grid", grid, "--seeds", "1", "--out", str(tmp_path / "out"), *words]) == 0
     assert (tmp_path / "out/report/report.html").exists() or list((tmp_path / "out").rglob("report.html"))
+
+
+def test_a_site_may_lack_a_folder_of_a_class(mails):
+    """Its file alone would number the classes otherwise than another's."""
+    parts = IIDPartitioner(1), ByteTokenizer()
+    here = TextFolderDataModule(str(mails), *parts)
+    assert here.named_by_file == {"class_names": here.class_names} and "class_names" in here.coupling
+    named = TextFolderDataModule(str(mails), *parts, class_names=["eggs", *here.class_names])
+    assert named.named_by_file == {} and not named.coupling and named.meaning["targets"] == named.class_names
+    labels = {int(label) for batch in named.train_dataloader() for label in batch["labels"]}
+    assert labels == set(range(1, 1 + len(here.class_names)))
+    with pytest.raises(ValueError, match=r"there are folders .*, and class_names has"):
+        TextFolderDataModule(str(mails), *parts, class_names=["eggs", here.class_names[0]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ import yaml
 from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.cli import main
 from fedlightning.config.input_errors import InputError
+from fedlightning.experiments.experiment import Experiment, StudyFile
 from fedlightning.experiments.methods import Method, without_place
 from fedlightning.experiments.plan import make_plan
 from fedlightning.experiments.search import (
     Proposals,
+    Search,
     Trial,
     combinations,
     name_edges,
@@ -252,11 +255,29 @@ def test_private_trials_are_refused_without_scores_or_a_ledger(tmp_path):
             refuse_private(runs(name, 1, **options))
         options |= {"scores": "in the clear"}
         with pytest.raises(
-            InputError, match=rf"{name}: 2 runs on the same data add up, and without a ledger each counts"
+            InputError, match=rf"{name}: 2 runs on the same data add up, and without one ledger of all each counts"
         ):
             refuse_private(runs(name, 2, **options))
         refuse_private(runs(name, 1, **options))
-        refuse_private(runs(name, 2, **options, ledger=str(tmp_path)))
+        with pytest.raises(InputError, match=rf"{name}: 2 runs on the same data add up"):
+            refuse_private(runs(name, 1, **options), begun=1)  # a grid that was made longer
+        places = [str(tmp_path), os.path.relpath(tmp_path)]
+        refuse_private([run for place in places for run in runs(name, 1, **options, ledger=place)], begun=3)
+        for other in ("b", None):
+            with pytest.raises(InputError, match="without one ledger of all"):
+                refuse_private([run for place in ("a", other) for run in runs(name, 1, **options, ledger=place)])
+
+
+def test_runs_that_came_to_a_round_have_begun(tmp_path):
+    study = StudyFile(tmp_path)
+    for number, (state, rounds) in enumerate(
+        [("done", 2), ("failed", 1), ("failed", 0), ("pending", 1), ("pending", 0)]
+    ):
+        study.data["runs"].append({"run": "a", "seed": number, "state": state})
+        folder = study.run_folder("a", number)
+        folder.mkdir(parents=True)
+        (folder / "metrics.csv").write_text("round,value\n" + "".join(f"{round + 1},0\n" for round in range(rounds)))
+    assert study.begun == 3
 
 
 def test_updates_and_records_are_counted_apart(tmp_path):
@@ -277,6 +298,21 @@ def test_updates_and_records_are_counted_apart(tmp_path):
     Ledger(str(tmp_path), "clients", "of updates").note([(0.5, 1.0, 9)])
     with pytest.raises(InputError, match="ClientDP: 1 runs would make epsilon"):
         refuse_private(runs(ledger=str(tmp_path)))
+
+
+def test_a_trial_on_other_data_is_named(tmp_path):
+    """The file changed between two commands, or the grid changes the split: the values are of two sets of samples."""
+    trials = {trial.name: trial for trial in map(Trial, ({"data.x": "1"}, {"data.x": "2"}, {"data.x": "3"}))}
+    search = Search(Experiment(tmp_path, None, main), request(["a.yaml"]), [0], "loss", trials)
+    for name, split in zip(trials, ("this", "other", "this"), strict=True):
+        folder = search.experiment.study.run_folder(name, 0)
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text(json.dumps({"results": [], "data": {"splits": {"val": split}}}))
+        (folder / "config.yaml").write_text("trainer: {seed: 0}")
+        search.experiment.study.data["runs"].append({"run": name, "seed": 0, "state": "done"})
+    first, other, _ = trials
+    (sentence,) = search.name_other_data()
+    assert sentence.startswith(f"{other}, seed 0, was validated on other data than {first}: ")
 
 
 @pytest.mark.slow

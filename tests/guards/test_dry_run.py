@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlightning.callbacks import SCAFFOLD, FedAdam, FedBABU, LocalCheckpoint
+from fedlightning.callbacks import SCAFFOLD, ClientDP, FedAdam, FedBABU, LocalCheckpoint, SampleDP
 from fedlightning.client.data_summary import describe
 from fedlightning.guards.dry_run import DISTINCT, distinct_clients
 from tests.helpers import Toy, federate, global_state, make_trainer, same, toy_data
@@ -80,3 +80,25 @@ def test_clients_that_differ_are_tried():
     few = toy_data([8] * 4)
     few.setup()
     assert distinct_clients(describe(few, details=DISTINCT)) == few.client_ids
+
+
+@pytest.mark.filterwarnings("ignore:SampleDP", "ignore:ClientDP", "ignore:Optimal order", "ignore:.*LeafSpec")
+@pytest.mark.parametrize("kind", [SampleDP, ClientDP])
+def test_a_rehearsal_spends_nothing_of_a_ledger(kind, tmp_path):
+    """It stood there as a run: `compare` found the budget spent by its own rehearsal of the method before."""
+    pytest.importorskip("opacus")
+    options = {"delta": 1e-3, "noise_multiplier": 1.0, "noise_seed": 0, "ledger": str(tmp_path / "ledger")}
+    callback = kind(**options)
+    trainer = make_trainer(None, [callback], max_rounds=2)
+    assert not trainer.dry_run(Toy(), toy_data([24, 40, 16])).problems
+    assert callback.ledger == options["ledger"] and not (tmp_path / "ledger").exists()
+    trainer.fit(Toy(), toy_data([24, 40, 16]))
+    assert list((tmp_path / "ledger").glob("*.json"))
+
+
+@pytest.mark.filterwarnings("ignore:SampleDP", "ignore:Optimal order", "ignore:.*LeafSpec")
+def test_a_rehearsal_does_not_end_by_a_budget_that_lasts_for_the_run():
+    """Noise was solved for the rehearsal's visits of one step, and its last round has several."""
+    pytest.importorskip("opacus")
+    trainer = make_trainer(None, [SampleDP(delta=1e-3, epsilon=8.0, noise_seed=0)], max_rounds=4)
+    assert not trainer.dry_run(Toy(), toy_data([24, 40, 16])).problems
