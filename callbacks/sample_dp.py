@@ -225,8 +225,7 @@ class SampleDP(TrainingData, Private):
         super().check(setup)
         checks.refuse_union(self.ledger, setup)
         checks.refuse_uncovered(self, setup, self.noise_multiplier is None, self.unit)
-        least = min((count for count in setup.data.num_samples.values() if count), default=1)
-        self.warn_of_few(setup, least, "records of a client")
+        self.warn_of_few(setup, min(filter(None, setup.data.num_samples.values()), default=1), "records of a client")
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse sites without a ledger, which a server could make forget what they have spent."""
