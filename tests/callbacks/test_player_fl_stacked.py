@@ -46,19 +46,21 @@ def run(module: Any, options: dict[str, Any], others: tuple[Any, ...], **engine:
 
 
 @pytest.mark.parametrize(
-    ("module", "options", "others"),
+    ("kind", "options", "others"),
     [
-        (Toy(), {"threshold": 1.05}, ()),
-        (Toy(), {"threshold": 1.05, "weights_only": True}, ()),
-        (Toy(), {"threshold": 1.2}, (FedProx(mu=0.5),)),
-        (NormNet(), {"threshold": 1.5}, ()),
-        (Tied(), {"threshold": 1.1}, ()),
-        (Backwards(), {"threshold": 1.1}, ()),
+        (Toy, {"threshold": 1.05}, ()),
+        (Toy, {"threshold": 1.05, "weights_only": True}, ()),
+        (Toy, {"threshold": 1.2}, (FedProx(mu=0.5),)),
+        (NormNet, {"threshold": 1.5}, ()),
+        (Tied, {"threshold": 1.1}, ()),
+        (Backwards, {"threshold": 1.1}, ()),
     ],
     ids=["plain", "weights only", "with a correction", "BatchNorm", "tied", "called backwards"],
 )
 @pytest.mark.parametrize("stack", [None, 2])
-def test_as_one_after_another(module: Any, options: dict[str, Any], others: tuple[Any, ...], stack: int | None) -> None:
+def test_as_one_after_another(kind: Any, options: dict[str, Any], others: tuple[Any, ...], stack: int | None) -> None:
+    torch.manual_seed(0)  # near a kink of ReLU rounding makes a difference
+    module = kind()
     alone = run(module, options, others)
     stacked = run(module, options, others, engine=Vectorized(clients_per_stack=stack))
     mine, theirs = (trainer.server.state["PLayerFL"] for trainer in (alone, stacked))
