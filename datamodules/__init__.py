@@ -87,8 +87,9 @@ from fedlightning.datamodules.skew import (
 from fedlightning.datamodules.spoken_digits import SpokenDigitsDataModule
 from fedlightning.datamodules.survival_table import SurvivalTableDataModule
 from fedlightning.datamodules.synthetic import GivenDataModule, SyntheticDataModule, SyntheticDevicesDataModule
-from fedlightning.datamodules.tabular import TabularFederatedDataModule, TextTableDataModule
+from fedlightning.datamodules.tabular import TabularFederatedDataModule
 from fedlightning.datamodules.tcga_brca import TCGABRCADataModule
+from fedlightning.datamodules.text_table import TextTableDataModule
 from fedlightning.datamodules.texts import ByteTokenizer, TextDataModule, TextFolderDataModule
 from fedlightning.datamodules.tiny_imagenet import TinyImageNetDataModule
 from fedlightning.datamodules.utd_mhad import UTDMHADDataModule

@@ -8,6 +8,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -153,7 +154,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         """
         names = getattr(self.original, "class_names", None)
         named = {"targets": [str(name) for name in names]} if names else {}
-        options = {name: [json.dumps(getattr(self, name), sort_keys=True)] for name in self.common_options}
+        as_text = partial(json.dumps, sort_keys=True, default=lambda value: np.asarray(value).tolist())
+        options = {name: [as_text(getattr(self, name))] for name in self.common_options}
         return dict(getattr(self.underlying, "meaning", named | options))
 
     @property

@@ -37,6 +37,7 @@ examples:
 ADD = "*To be added by whoever publishes this: whose data these are, with which consent, and what the model is for.*"
 """What no run knows."""
 GLOBAL, PRIVACY = Path("checkpoints/global.ckpt"), Path("privacy.json")
+MADE_WITH = "Made with FedLightning"
 SPENT = ("epsilon", "epsilon_participants_known", "delta", "clip", "noise_multiplier", "rounds")
 USE = """## Use it
 
@@ -73,14 +74,15 @@ def card(words: Sequence[str]) -> int:
         raise InputError(
             f"--out={shown(out)} is a run's folder, and a card has files of the same names. Give another one."
         )
-    replaces = (out / "README.md").exists()
+    page = out / "README.md"
+    replaces = page.exists()
     if replaces and not options.force:
-        raise InputError(f"{out / 'README.md'} is there already. Give another folder with --out, or --force.")
+        raise InputError(f"{page} is there already. Give another folder with --out, or --force.")
+    if replaces and MADE_WITH not in page.read_text(encoding="utf-8", errors="replace"):
+        raise InputError(f"{page} is not a card, and stays. Give another folder with --out.")
     out.mkdir(parents=True, exist_ok=True)
-    (out / "README.md").write_text(
-        card_of(run, options.metric or common_metric([run]), options.license), encoding="utf-8"
-    )
-    files, paths = [out / "README.md"], _find_files(folder, options.clients)
+    page.write_text(card_of(run, options.metric or common_metric([run]), options.license), encoding="utf-8")
+    files, paths = [page], _find_files(folder, options.clients)
     for path in set(_find_files(out, clients=True) if replaces else ()).difference(paths):
         (out / path).unlink()  # an older card's, of another run or with models of clients
     for path in paths:
@@ -116,7 +118,7 @@ def card_of(run: Run, metric: str, licence: str | None = None) -> str:
     parts = [
         _head(run, metric, licence),
         f"# {title} on {summary.get('num_clients', '?')} clients\n",
-        f"Made with FedLightning {summary.get('versions', {}).get('fedlightning', '?')}.\n",
+        f"{MADE_WITH} {summary.get('versions', {}).get('fedlightning', '?')}.\n",
         f"{ADD}\n",
         "## Data\n",
         *_data(summary),

@@ -5,7 +5,7 @@ Dropout on a stack: each client's masks are drawn from its own addressed generat
 
 from __future__ import annotations
 
-import io
+import hashlib
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -305,7 +305,7 @@ def find_held(module: nn.Module) -> str | None:
     paths = Contents(module).paths
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            reader = _Reader(io.BytesIO(), paths)
+            reader = _Reader(_Digest(), paths)
             with suppress(Exception):  # what was met before counts
                 reader.dump(None if name in BARE else value)
             if not entries.isdisjoint(map(id, reader.tensors)):
@@ -330,13 +330,23 @@ class Contents:
         if kind in PLAIN:
             return kind, repr(value)  # -0.0 is not 0.0, and NaN is NaN
         if id(value) not in self._keys:
-            file = io.BytesIO()
+            digest = _Digest()
             key: Hashable = id(value)
             with suppress(Exception):
-                _Reader(file, self.paths).dump(value)
-                key = file.getvalue()
+                _Reader(digest, self.paths).dump(value)
+                key = digest.hash.digest()
             self._keys[id(value)] = key, value
         return kind, self._keys[id(value)][0]
+
+
+class _Digest:
+    """A file of which the hash alone is kept: an attribute may be large, and there is a key for each client."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> None:
+        self.hash.update(data)
 
 
 class _Reader(pickle.Pickler):
@@ -350,7 +360,7 @@ class _Reader(pickle.Pickler):
         tensors: Tensors that it has met.
     """
 
-    def __init__(self, file: io.BytesIO, paths: Mapping[int, str]) -> None:
+    def __init__(self, file: _Digest, paths: Mapping[int, str]) -> None:
         super().__init__(file, protocol=4)
         self._paths = paths
         self.tensors: list[Tensor] = []

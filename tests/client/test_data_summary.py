@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fedlightning.datamodules as datamodules
 from fedlightning.client.data_summary import DataSummary, describe
 from fedlightning.datamodules import (
+    DigitsDataModule,
     DriftingDataModule,
     FederatedDataModule,
     HuggingFaceDataModule,
@@ -187,6 +189,14 @@ def test_every_option_of_every_data_module_is_compared_or_a_sites_own():
         options = set(inspect.signature(kind).parameters) - {"args", "kwargs"}
         assert set(kind.common_options) <= options or inspect.isabstract(kind)
         assert options <= names | set(kind.common_options), kind
+
+
+def test_options_of_numpy_are_compared_as_numbers():
+    class Scaled(DigitsDataModule):
+        common_options = ("statistics",)
+        statistics: ClassVar = {"age": (np.float32(1.5), np.arange(2))}
+
+    assert Scaled().meaning["statistics"] == ['{"age": [1.5, [0, 1]]}']
 
 
 def test_names_do_not_travel(tmp_path):

@@ -264,6 +264,13 @@ def test_a_card_is_not_written_over_a_run(run: Path, tmp_path: Path, capsys: pyt
     shutil.copytree(run, other)
     assert main(["card", str(run), "--out", str(other), "--force"]) == 2
     assert "is a run's folder, and a card has files of the same names" in " ".join(capsys.readouterr().err.split())
+    mine = tmp_path / "mine"
+    (mine / "checkpoints").mkdir(parents=True)
+    for name in ("README.md", "checkpoints/global.ckpt"):
+        (mine / name).write_text("mine")
+    assert main(["card", str(run), "--out", str(mine), "--force"]) == 2
+    assert "README.md is not a card, and stays" in " ".join(capsys.readouterr().err.split())
+    assert {path.read_text() for path in mine.rglob("*.*") if path.is_file()} == {"mine"}
 
 
 def test_intervals_of_the_card_are_wilson_s() -> None:

@@ -30,6 +30,16 @@ def ready(path, **options):
     return data
 
 
+def test_new_rows_need_neither_times_nor_events(tmp_path):
+    path = write(tmp_path)
+    data = ready(path)
+    rows = [line.split(",") for line in path.read_text().splitlines()[1:]]
+    (tmp_path / "new.csv").write_text("\n".join(["sex,age,wt.loss", *(f"{row[4]},{row[3]},{row[5]}" for row in rows)]))
+    x = data.inputs_of(tmp_path / "new.csv", "2")
+    mine = [place for place, row in enumerate(rows) if row[0] == "2"]
+    assert torch.equal(x[mine], data._splits["train"].dataset.x[mine])
+
+
 def test_institutions_are_clients_and_targets_are_events_and_times(tmp_path):
     path = write(tmp_path)
     data = ready(path, batch_size=1000)

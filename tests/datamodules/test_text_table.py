@@ -38,6 +38,9 @@ def test_words_are_numbers_of_the_texts_and_diagnoses_are_clients(tmp_path):
                 assert x.dtype == torch.int64 and tuple(x.tolist()) == tuple(data.numbers_of(NOTES[row % 4]))
                 assert home.setdefault(row // 2, (client, split)) == (client, split)
     assert len(expected) == 4 and len(home) == 20
+    (tmp_path / "new.csv").write_text(f"note\nPain {NOTES[0].split()[0]}\n")
+    (new,) = data.inputs_of(tmp_path / "new.csv", "SEPSIS")
+    assert new.dtype == torch.int64 and new.tolist() == list(data.numbers_of(f"Pain {NOTES[0].split()[0]}"))
 
 
 def test_a_public_vocabulary(tmp_path):
