@@ -153,9 +153,15 @@ class FedKD(SharedPeer):
                 spec |= {f"{name}/u": (rows, -1), f"{name}/s": (-1,), f"{name}/v": (-1, columns)}
         return Wire(down={**spec, "energy": "scalar", "version": "scalar"}, up={**spec}) if self.compresses else Wire()
 
+    def on_federation_start(self, server: Server) -> None:
+        """Fix `T_total`, which a run that is made longer later does not change."""
+        if self.compresses:
+            server.state[self.key] = {"rounds": server.max_rounds}
+
     def energy(self, server: Server) -> float:
-        """Return `T` of this round: `energy_start + (energy_end - energy_start) t / T_total`."""
-        return self.energy_start + (self.energy_end - self.energy_start) * server.round / server.max_rounds
+        """Return `T` of this round: `energy_start + (energy_end - energy_start) min(t / T_total, 1)`."""
+        share = min(server.round / server.state[self.key]["rounds"], 1.0)
+        return self.energy_start + (self.energy_end - self.energy_start) * share
 
     # -- server to client ----------------------------------------------------------------------------------------------
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:

@@ -17,7 +17,7 @@ from fedlightning.wrappers.pair import Side
 from tests.callbacks.common import SIZES, batches, deployed
 from tests.callbacks.test_fml import OTHER, PREFIX, mixed, seeded, shared_state, small
 from tests.conformance.case import Case, Kept
-from tests.helpers import CLASSES, FEATURES, Toy, close, federate, global_state, same, spied, toy_data
+from tests.helpers import CLASSES, FEATURES, Spy, Toy, close, federate, global_state, same, spied, toy_data
 
 CASES = {
     "FedKD": Case(FedKD(OTHER, head="head"), neutral=FedKD(strength=0.0)),
@@ -28,7 +28,10 @@ CASES = {
 }
 KEPT = {
     "FedKD": Kept(
-        "FedKD", server=("change", "there", "version"), client=("student", "version"), options={"shared": Toy(hidden=9)}
+        "FedKD",
+        server=("change", "rounds", "there", "version"),
+        client=("student", "version"),
+        options={"shared": Toy(hidden=9)},
     )
 }
 
@@ -205,6 +208,18 @@ def test_bytes_are_those_of_the_factors_and_absent_clients_get_the_whole_student
     for client, kept in record.items():  # a student that was put together from factors is the server's, bit for bit
         if own[client]:
             same(kept["student"], {name: spy.rounds[own[client] - 1][name] for name in kept["student"]})
+
+
+def test_a_longer_run_does_not_take_back_the_energy_that_it_has_reached(tmp_path):
+    def run(max_rounds, **options):
+        spy, method = Spy(), FedKD(wide(), energy_start=0.6, energy_end=0.8)
+        data, saved = toy_data(SIZES), {"save_state": 1, "evaluation": 0}
+        trainer = federate(Toy(), data, [spy, method], tmp_path, max_rounds=max_rounds, **saved | options)
+        return trainer, [message.extras["FedKD"]["energy"] for message in spy.messages if message.client == "0"]
+
+    first, began = run(2)
+    _, went_on = run(4, resume=first.run.path)
+    assert began == pytest.approx([0.6, 0.7]) and went_on == pytest.approx([0.8, 0.8])
 
 
 def test_vectors_travel_as_they_are():

@@ -41,7 +41,7 @@ from tests.helpers import (
 )
 
 CASES = {"MAPPER": Case(MAPPER(), neutral=MAPPER(grid=[0.0]))}
-KEPT = {"MAPPER": Kept("MAPPER", client=("lam", "model"), phases=("fit", "local-0.25", "local-0.5", "local-0.75"))}
+KEPT = {"MAPPER": Kept("MAPPER", server=("warmup",), client=("lam", "model"), phases=("fit", "local-0.25", "local-0.5", "local-0.75"))}
 at_once = partial(MAPPER, warmup=0)
 """As in the paper: no round of FedAvg comes first."""
 
@@ -241,6 +241,17 @@ def test_resumed_is_uninterrupted(tmp_path, how):
     same(global_state(again), global_state(whole))
     for client in SIZES:
         same(deployed(again, client), deployed(whole, client))
+
+
+def test_a_longer_run_keeps_the_warm_up_it_began_with(tmp_path):
+    """Clients that have a local model do not go back to deploying it beside a global one that trains alone."""
+    module, data, saved = Toy(), toy_data(SIZES), {"save_state": 1, "evaluation": 0}
+    path = federate(module, data, [MAPPER()], tmp_path, max_rounds=2, **saved).run.path
+    longer = federate(module, data, [MAPPER()], tmp_path, max_rounds=4, resume=path, **saved)
+    whole = federate(module, data, [MAPPER(warmup=1)], max_rounds=4)
+    same(global_state(longer), global_state(whole))
+    for client in SIZES:
+        same(deployed(longer, client), deployed(whole, client))
 
 
 def test_other_precision():
