@@ -12,20 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import (
-    Change,
-    Client,
-    Job,
-    Message,
-    Newcomers,
-    Phase,
-    Server,
-    Stage,
-    State,
-    WeightingName,
-    Wire,
-    requires,
-)
+from fedlightning.algorithm import Change, Client, Phase, Stage, State, WeightingName, requires
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.ranges import Length, PositiveInt, RoundCountOrShare, Share, make_init
 from fedlightning.tensors import clone, entry_kinds, interpolate, load_state, module_state, select, ties
@@ -76,8 +63,6 @@ class MAPPER(KeepsModel):
     facts = KeepsModel.facts.extend(
         changes={Change.READS, Change.ELSEWHERE},
         requires=[requires.AutomaticOptimization("takes gradients at a mixture", "Use Ditto.")],
-        asynchronous=True,
-        newcomers=Newcomers(join=True),
     )
 
     grid: Annotated[Sequence[Share], Length(different=True, note="Shares of the local model.")] = (0.25, 0.5, 0.75)
@@ -86,25 +71,15 @@ class MAPPER(KeepsModel):
     warmup: RoundCountOrShare = 0.5
     weighting: WeightingName | None = "uniform"
 
-    # -- the warm-up ---------------------------------------------------------------------------------------------------
-    def on_federation_start(self, server: Server) -> None:
-        """Fix the length of the warm-up, which a run that is made longer later does not change."""
-        rounds = self.warmup if isinstance(self.warmup, int) else round(self.warmup * server.max_rounds)
-        server.state[self.key] = {"warmup": int(rounds)}
-
-    def wire(self, module: nn.Module) -> Wire:
-        """Declare the rounds of the warm-up down."""
-        return Wire(down={"warmup": "scalar"})
-
-    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """Send the rounds of the warm-up."""
-        message.extras[self.key] = dict(server.state[self.key])
-
     # -- one visit -----------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:
-        """Train `h_l` for each `lam`, choose, then train `h_c`; in rounds of the warm-up, `h_c` alone."""
+        """Train `h_l` for each `lam`, choose, then train `h_c`; in rounds of the warm-up, `h_c` alone.
+
+        A client that has an `h_l` does not go back to a warm-up, which a share of more rounds would make longer.
+        """
         h_c = client.model_state()
-        if client.round < client.message.extras[self.key]["warmup"]:
+        rounds = self.warmup if isinstance(self.warmup, int) else round(self.warmup * client.max_rounds)
+        if client.round < rounds and not self.read_kept(client):
             client.scratch[self.key] = _Visit(fixed=h_c)
             yield Phase()
             return

@@ -41,7 +41,7 @@ from tests.helpers import (
 )
 
 CASES = {"MAPPER": Case(MAPPER(), neutral=MAPPER(grid=[0.0]))}
-KEPT = {"MAPPER": Kept("MAPPER", server=("warmup",), client=("lam", "model"), phases=("fit", "local-0.25", "local-0.5", "local-0.75"))}
+KEPT = {"MAPPER": Kept("MAPPER", client=("lam", "model"), phases=("fit", "local-0.25", "local-0.5", "local-0.75"))}
 at_once = partial(MAPPER, warmup=0)
 """As in the paper: no round of FedAvg comes first."""
 
