@@ -215,11 +215,11 @@ def test_a_longer_run_does_not_take_back_the_energy_that_it_has_reached(tmp_path
         spy, method = Spy(), FedKD(wide(), energy_start=0.6, energy_end=0.8)
         data, saved = toy_data(SIZES), {"save_state": 1, "evaluation": 0}
         trainer = federate(Toy(), data, [spy, method], tmp_path, max_rounds=max_rounds, **saved | options)
-        return trainer, [message.extras["FedKD"]["energy"] for message in spy.messages if message.client == "0"]
+        return trainer, {message.round: message.extras["FedKD"]["energy"] for message in spy.messages}
 
     first, began = run(2)
     _, went_on = run(4, resume=first.run.path)
-    assert began == pytest.approx([0.6, 0.7]) and went_on == pytest.approx([0.8, 0.8])
+    assert began == pytest.approx({0: 0.6, 1: 0.7}) and went_on == pytest.approx({2: 0.8, 3: 0.8})
 
 
 def test_vectors_travel_as_they_are():
