@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins.precision import Precision
 
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.data_summary import DataSummary, Detail
@@ -43,6 +44,8 @@ ARGUMENTS = (
     "overfit_batches",
 )
 """Arguments of the trainer that change its rounds."""
+INSIDE_VISITS = ("val_check_interval", "check_val_every_n_epoch")
+"""Those that change them where they are set: what ends a visit or lowers a rate may go by validation inside it."""
 PUBLIC = "data (public)"
 """Entry of the public data."""
 PUBLIC_CONTENT = "data (public content)"
@@ -73,6 +76,8 @@ def fingerprint(
     facts: dict[str, Any] = {name: arguments[name] for name in ARGUMENTS}
     facts["seed"] = arguments["seed"].run
     facts |= {f"seed.{source}": seed for source, seed in arguments["seed"].others().items()}
+    facts |= {name: arguments[name] for name in INSIDE_VISITS if arguments.get(name) is not None}
+    facts |= _of_devices(arguments)
     evaluation: Evaluation = arguments["evaluation"]
     if evaluation.clients is not None:
         facts["evaluation.clients"] = evaluation.clients
@@ -106,6 +111,16 @@ def fingerprint(
         facts[CONTENT] = data.content
     facts[PUBLIC], facts[PUBLIC_CONTENT] = data.public_print, data.public_content
     return plain(facts | _of_loader(data) | _of_model(model))
+
+
+def _of_devices(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the precision of a plugin, which stands for `precision`, and how many devices share a client's batches."""
+    plugins, devices = arguments.get("plugins") or [], arguments.get("devices") or 1
+    plugins = plugins if isinstance(plugins, list | tuple) else [plugins]
+    facts = {"precision": plugin.precision for plugin in plugins if isinstance(plugin, Precision)}
+    count = len(devices) if isinstance(devices, list) else devices
+    shared = count not in (1, "1", "auto") or (arguments.get("num_nodes") or 1) > 1
+    return facts | ({"devices": count, "num_nodes": arguments.get("num_nodes") or 1} if shared else {})
 
 
 def of_blueprint(blueprint: Blueprint) -> dict[str, Any]:

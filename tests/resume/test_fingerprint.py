@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -68,6 +69,10 @@ CHANGES = {
         r"callbacks was \['FedProx'\] and is \['FedProx', 'GradientAccumulationScheduler'\]",
     ),
     "who takes part": ({"seed": Seeds(0, participation=4)}, r"seed\.participation was not there and is 4"),
+    "validation inside visits": (
+        {"check_val_every_n_epoch": 2},
+        r"check_val_every_n_epoch was not there and is 2",
+    ),
     "arithmetic": ({"engine": "vectorized"}, r"engine was 'one client at a time' and is 'vectorized'"),
 }
 
@@ -283,6 +288,16 @@ SEEN = {
     ),
     "a frozen parameter": ({}, {"model": frozen()}, r"model's frozen parameters was '0 .*' and is '1 .*'"),
     "batches of the last client": ({}, {"data": one_smaller_batch()}, r"data\.batch_size was \d+ and is '.*2.*'"),
+    "a plugin's precision": (
+        {},
+        {"arguments": ARGUMENTS | {"plugins": [MixedPrecision("bf16-mixed", "cpu")]}},
+        r"precision was None and is 'bf16-mixed'",
+    ),
+    "devices that share batches": (
+        {},
+        {"arguments": ARGUMENTS | {"devices": [0, 1]}},
+        r"devices was not there and is 2",
+    ),
     "validation": ({}, {"arguments": ARGUMENTS | {"limit_val_batches": 1}}, r"limit_val_batches was None and is 1"),
 }
 
