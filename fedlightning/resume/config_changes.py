@@ -117,9 +117,10 @@ def _of_devices(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the precision of a plugin, which stands for `precision`, and how many devices share a client's batches."""
     plugins, devices = arguments.get("plugins") or [], arguments.get("devices") or 1
     plugins = plugins if isinstance(plugins, list | tuple) else [plugins]
-    facts = {"precision": plugin.precision for plugin in plugins if isinstance(plugin, Precision)}
+    precisions = [plugin.precision for plugin in plugins if isinstance(plugin, Precision)]
     count = len(devices) if isinstance(devices, list) else devices
     shared = count not in (1, "1", "auto") or (arguments.get("num_nodes") or 1) > 1
+    facts = {"precision": precisions[-1]} if precisions else {}
     return facts | ({"devices": count, "num_nodes": arguments.get("num_nodes") or 1} if shared else {})
 
 
