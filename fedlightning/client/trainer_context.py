@@ -277,20 +277,26 @@ class EndsBySteps(VisitCallback):
         trainer.should_stop |= count >= self.work
 
 
+RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
+"""Entries of a parameter group that are learning rates; all but the first are of schedulers."""
+RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
+"""Attributes of torch's schedulers that are learning rates, or lists of them: where one begins, its peak, its floor."""
+
+
 def scale_learning_rates(optimizers: Iterable[Optimizer], schedulers: Iterable[Any], factor: float) -> None:
     """Multiply every learning rate of optimizers and of what schedules them by a factor."""
     if factor == 1.0:
         return
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            for name in ("lr", "initial_lr", "max_lr", "min_lr"):  # the last two are OneCycleLR's
-                if name in group:
-                    group[name] = group[name] * factor
+            group.update({name: group[name] * factor for name in RATES_OF_GROUPS if name in group})
     rest = list(schedulers)
     while rest:
         scheduler = rest.pop()
-        if hasattr(scheduler, "base_lrs"):
-            scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
+        for name in RATES_OF_SCHEDULERS:
+            rates = getattr(scheduler, name, None)
+            if rates is not None:
+                setattr(scheduler, name, [lr * factor for lr in rates] if isinstance(rates, list) else rates * factor)
         rest += getattr(scheduler, "_schedulers", [])  # SequentialLR, ChainedScheduler
 
 
