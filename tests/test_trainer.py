@@ -19,6 +19,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils.data import DataLoader
 
 from fedlightning import FederatedCallback, FederatedTrainer
+from fedlightning.algorithm import Phase
 from fedlightning.callbacks import FLIU, SCAFFOLD, Central, FedAdam, FedPer, FedProx, Local, LocalCheckpoint
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.contract import Job
@@ -518,6 +519,27 @@ def test_learning_rate_decay_survives_new_optimizers(optimizer, state):
 
     expected = rates(1.0) * torch.tensor([1.0, 0.5, 0.25])[:, None, None]
     torch.testing.assert_close(rates(0.5), expected)
+
+
+class Sometimes(FederatedCallback):
+    """A second fit in the first round and the third."""
+
+    def local_phases(self, client):
+        if client.round != 1:
+            yield Phase("extra", federated=False)
+        yield Phase()
+
+
+def test_learning_rates_decay_by_the_rounds_since_a_phase_had_its_turn():
+    class Rates(Toy):
+        seen: list = []
+
+        def training_step(self, batch, batch_idx):
+            self.seen.append(self.optimizers().param_groups[0]["lr"])
+            return super().training_step(batch, batch_idx)
+
+    federate(Rates(lr=0.4), toy_data([8]), [Sometimes()], max_rounds=3, optimizer_state="keep", lr_decay=0.5)
+    assert Rates.seen == pytest.approx([0.4, 0.4, 0.2, 0.1, 0.1])
 
 
 def test_steps_and_bytes_are_counted():

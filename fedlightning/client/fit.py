@@ -514,6 +514,8 @@ def _fit(
         logged_metrics.require(trainer, name, validates)
     if settings.logs(client.id) and settings.optimizer_state == "reset":
         record["logged_steps"] = record.get("logged_steps", 0) + int(trainer.global_step)
+    if keeps:
+        record["round"] = client.round  # up to which its learning rates have decayed
     record["precision"] = trainer.precision_plugin.state_dict()
     batches = trainer.num_training_batches
     states = {callback.state_key: callback.state_dict() for callback in ordinary}

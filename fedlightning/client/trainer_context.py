@@ -148,8 +148,10 @@ class VisitCallback(Callback):
 
     def _decay_learning_rates(self, trainer: Trainer) -> None:
         """Apply the decay per round, which an optimizer that is made anew in every visit does not know."""
-        keeps = self.settings.optimizer_state == "keep" and "checkpoint" in self.client.record.lightning[self.phase]
-        rounds = self.client.round - (self.client.record.last_round if keeps else 0)
+        record = self.client.record.lightning[self.phase]
+        keeps = self.settings.optimizer_state == "keep" and "checkpoint" in record
+        # not every visit has every phase
+        rounds = self.client.round - (record.get("round", self.client.record.last_round) if keeps else 0)
         factor = self.settings.lr_decay**rounds * (1.0 if keeps else self.lr_factor)
         scale_learning_rates(trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs], factor)
 
