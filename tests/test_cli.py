@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import runpy
 import shutil
 import subprocess
@@ -199,13 +200,32 @@ def test_print_config_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     Path("printed.yaml").write_text(printed)
     assert main(["fit", "--config", "printed.yaml", "--print_config"]) == 0
     assert capsys.readouterr().out == printed
-    for command in ("fit", "validate", "test", "predict", "partition"):
+    for command in (
+        "fit",
+        "validate",
+        "test",
+        "evaluate",
+        "predict",
+        "onboard",
+        "leakage",
+        "partition",
+        "serve",
+        "site",
+    ):
         assert main([command, "--help"]) == 0
         shown = capsys.readouterr().out
         assert shown.startswith(f"usage: fedlightning {command}")
         assert "`" not in shown
         assert "known subclasses" not in shown
         assert "max_epochs" not in shown
+        assert ":class:" not in shown
+        section = re.search(r"\nthis command:\n(.*?)\n\n", shown, re.DOTALL)
+        assert section is not None
+        for option in re.split(
+            r"\n  (?=--)", section[1].removeprefix("  ")
+        ):  # a text before the type, in the same line or below
+            words = " ".join(option.split())
+            assert not re.match(r"(--\S+ \S+ )+\((required, )?type: ", words), words
     assert main([]) == 0
     assert "fedlightning fit --config" in capsys.readouterr().out
 

@@ -38,6 +38,12 @@ class PartitionCommand(CommandLine):
 
         Data that drift (DriftingDataModule) are shown by window, too: how labels and inputs change over the rounds.
         With images=8 it draws the first 8 images of each client side by side.
+
+        Args:
+            out: Folder for the picture and the CSV file.
+            split: Data to show: train, val or test.
+            images: Number of images to draw of each client.
+            json: Print the results as one line of JSON too, the last one.
         """
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules import describe, plot_partition

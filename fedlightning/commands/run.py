@@ -148,6 +148,17 @@ class Commands(CommandLine):
 
         The files of the run go to <default_root_dir>/<name>/version_N (by default runs/federation/version_0):
         config.yaml, metrics.csv, summary.json and checkpoints.
+
+        Args:
+            resume: Go on with a run: its folder, last (the one of this name that was saved last), or auto (last, or a new
+                run where there is none).
+            test_after_fit: Score on test data when all rounds are done.
+            allow_config_change: Resume although the configuration has changed; summary.json lists what has.
+            allow_new_clients: Resume although the data have clients that the run did not train.
+            dry_run: Train nothing; try a batch with clients, and say what the model holds and what a round sends and
+                lasts. json: say it as JSON.
+            watch: Show the run in the browser while it goes on.
+            json: Print the results as one line of JSON too, the last one.
         """
         if dry_run:
             self._dry_run(as_json=json or dry_run == "json")
@@ -217,11 +228,23 @@ class Commands(CommandLine):
         return Target() if self.trainer.run is None else target_of(read_config(self.trainer.run.path))
 
     def validate(self, run: str, checkpoint: str = "all", json: bool = False) -> None:
-        """Score a finished or interrupted run on validation data."""
+        """Score a finished or interrupted run on validation data.
+
+        Args:
+            run: Folder of the run.
+            checkpoint: Models to score: latest, best_local, best_global, or all that the run has.
+            json: Print the results as one line of JSON too, the last one.
+        """
         self._evaluate(run, checkpoint, "val", json)
 
     def test(self, run: str, checkpoint: str = "all", json: bool = False) -> None:
-        """Score a finished or interrupted run on test data. The scores go to its metrics.csv and summary.json."""
+        """Score a finished or interrupted run on test data. The scores go to its metrics.csv and summary.json.
+
+        Args:
+            run: Folder of the run.
+            checkpoint: Models to score: latest, best_local, best_global, or all that the run has.
+            json: Print the results as one line of JSON too, the last one.
+        """
         self._evaluate(run, checkpoint, "test", json)
 
     def evaluate(self, split: Literal["test", "val"] = "test", least: PositiveInt = 10, json: bool = False) -> None:
@@ -230,6 +253,11 @@ class Commands(CommandLine):
         MODEL is a checkpoint, as fit exports it, or a state_dict (--trainer.init_from). Each client's metrics have their
         samples and intervals, and calibration where the data are here; clients with fewer than least samples have none. At
         sites: fedlightning serve --evaluate true.
+
+        Args:
+            split: Data to score on: test or val.
+            least: Fewest samples of a client that gets metrics of its own.
+            json: Print the results as one line of JSON too, the last one.
         """
         if self.trainer.arguments["init_from"] is None:
             raise InputError("there is no model: fedlightning evaluate MODEL --config FILE.")
@@ -245,6 +273,12 @@ class Commands(CommandLine):
         """Write the predictions of a client's model on its test data, or of the global model on all clients' test data.
 
         Into a table if --out ends with .csv: a line a sample, in the order of the test data.
+
+        Args:
+            run: Folder of the run.
+            client: Id of the client whose model predicts. Default: the global model.
+            checkpoint: Model that predicts: latest, best_local or best_global.
+            out: File to write.
         """
         import torch
 
@@ -273,6 +307,13 @@ class Commands(CommandLine):
         """Let new clients join a finished or interrupted run: score them, fine-tune each on its own data, score them again.
 
         Nothing of the run changes. Its folder gets onboarding.csv, onboarding.json and checkpoints/newcomers.
+
+        Args:
+            run: Folder of the run.
+            newcomers: YAML file whose data section has the new clients. Default: the run's own data, with its held-out
+                clients.
+            clients: Ids of the clients that join. Default: all that the run did not train.
+            epochs: Epochs of fine-tuning.
         """
         folder = find_run(run)
         data = None

@@ -70,6 +70,18 @@ class AtSite(CommandLine):
         that knows no clients is one client, which is called as the site is. Models and records of the clients lie in a folder
         here: start the site with the same folder again after it was stopped. It keeps most_runs of them at most
         (`fedlightning sites --runs`).
+
+        Args:
+            superlink: Host and port of the server.
+            name: Name of this site, as in its certificate.
+            clients: Ids of the clients that take part. Default: all of the data's clients.
+            folder: Folder for models, records and logs of the clients.
+            certificates: Folder of this site's certificate and keys. Default: certificates/NAME.
+            insecure: Connect without certificates, for trials on one machine.
+            export: Where clients' models stay: sites (here), or server (there too). As at the server.
+            send_texts: Let the texts of errors leave, and what modules log besides numbers.
+            allow_other_code: Take part although the server has other code under the same names, if it allows that too.
+            most_runs: Runs that are kept in the folder.
         """
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules.held_out import exclude_clients
@@ -227,6 +239,22 @@ class Serve(Commands):
 
         With evaluate=true nothing is trained: the model of trainer.init_from is scored at the sites' clients that have at
         least so many test samples.
+
+        Args:
+            sites: Number of sites to wait for.
+            host: Address to listen on.
+            port: Port to listen on.
+            folder: Folder of the server's state and logs.
+            certificates: Folder of the server's certificates and keys.
+            insecure: Let sites connect without certificates: whoever reaches the port can take part.
+            export: Where clients' models stay: sites (there), or server (here too). As at the sites.
+            resume: Go on with a run: its folder, last, or auto (last, or a new run where there is none).
+            allow_config_change: Resume although the configuration has changed; summary.json lists what has.
+            allow_new_clients: Resume although sites have clients that the run did not train.
+            allow_other_code: Train with sites that have other code under the same names, if they allow that too.
+            max_share: Largest share of all training samples that a site may say it has.
+            evaluate: Train nothing, and score the model of trainer.init_from.
+            least: Fewest test samples of a client that is scored.
         """
         if evaluate and self.trainer.arguments["init_from"] is None:
             raise InputError("there is no model to evaluate: give trainer.init_from.")

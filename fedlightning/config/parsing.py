@@ -278,6 +278,7 @@ class Formatter(DefaultHelpFormatter):
 
 def tidy_help(parser: LightningArgumentParser, own_options: Container[str]) -> None:
     """Give the help its titles (the command's own options stand apart), remove markup, and add missing texts."""
+    parser.description = _without_markup(parser.description or "")
     for group in parser._action_groups:
         for action in group._group_actions:
             key = action.dest.partition(".")[0]
@@ -287,9 +288,19 @@ def tidy_help(parser: LightningArgumentParser, own_options: Container[str]) -> N
                 group.title = "this command"
             name = action.dest.removeprefix("trainer.")
             if isinstance(action.help, str) and action.help != SUPPRESS:
-                action.help = action.help.replace("`", "")
+                action.help = _without_markup(action.help)
             if name in FORWARDED and not action.help:
                 action.help = "As in lightning.pytorch.Trainer, for each client's training."
+
+
+def _without_markup(text: str) -> str:
+    """Return a text of a docstring as a terminal shows it.
+
+    Example:
+        >>> _without_markup("A ``float``, or :class:`~fedlightning.options.Seeds`.")
+        'A float, or Seeds.'
+    """
+    return re.sub(r":\w+:`~?(?:\w+\.)*(\w+)`", r"\1", text).replace("`", "")
 
 
 def full_paths(words: Sequence[str]) -> list[str]:
