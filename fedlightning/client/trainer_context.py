@@ -148,7 +148,7 @@ class VisitCallback(Callback):
 
     def _decay_learning_rates(self, trainer: Trainer) -> None:
         """Apply the decay per round, which an optimizer that is made anew in every visit does not know."""
-        record = self.client.record.lightning[self.phase]
+        record = self.client.record.lightning.get(self.phase, {})
         keeps = self.settings.optimizer_state == "keep" and "checkpoint" in record
         # not every visit has every phase
         rounds = self.client.round - (record.get("round", self.client.record.last_round) if keeps else 0)
