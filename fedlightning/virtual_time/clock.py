@@ -138,14 +138,17 @@ class RoundTimes(RoundClock):
 
     def _in_time(self, message: Message) -> int | None:
         """Return the most work of a client that is in time, at least 1 (`None`: all of it)."""
-        usual = self.planned.engine.runner.settings.work
-        work, model = message.work or usual, self.server.models[message.model]
-        size = tree_bytes([model[name] for name in message.returns]) * (1 if message.links is None else message.links)
-        up = self.clock.upload(message.client, message.visit, size)
+        work, up = message.work or self.planned.engine.runner.settings.work, self._planned_upload(message)
         for less in range(work, 1, -1):
             if self._until_computed(message, less) + up <= self.deadline:
                 return message.work if less == work else less
         return message.work if work == 1 else 1
+
+    def _planned_upload(self, message: Message) -> float:
+        """Return the seconds for the entries that are asked for; what else an update has, or a code, is not known before."""
+        model = self.server.models[message.model]
+        size = tree_bytes([model[name] for name in message.returns]) * (1 if message.links is None else message.links)
+        return self.clock.upload(message.client, message.visit, size)
 
     def arrivals(self, updates: Iterator[Update]) -> Iterator[tuple[Update, str | None]]:
         judged: Iterable[tuple[Update, str | None]]
@@ -169,6 +172,13 @@ class RoundTimes(RoundClock):
         trip = JobTrace(number + 1, message.client, began, began + computed, began + computed + up, number)
         if computed + up > self.deadline:
             self.trips.append(trip.ended("late"))
+            plans = self.late == "partial" and message.work != 0 and update.error is None
+            if plans and computed + self._planned_upload(message) <= self.deadline:
+                warn(
+                    f"Client '{message.client}' did as much as was in time by the bytes of the model's entries "
+                    "(late='partial'), but its updates have more bytes than these, and come too late: it has no part in such "
+                    "rounds. Set a longer deadline, or leave out what travels beside the model."
+                )
             return f"it took {computed + up:g} virtual seconds, and the deadline is {self.deadline:g}"
         self.trips.append(trip.ended("failed" if update.error is not None else "taken"))
         return None

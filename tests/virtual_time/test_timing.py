@@ -127,6 +127,14 @@ def test_a_part_of_the_work_leaves_time_for_the_way_back():
     assert times(trainer) == [pytest.approx(6.8)]
 
 
+def test_a_part_of_the_work_that_is_late_because_of_what_travels_beside_the_model_is_told():
+    """SCAFFOLD's control variates take two seconds more: two epochs were planned, and are late."""
+    size = sum(value.numel() * 4 for value in Toy().state_dict().values())
+    loop = Synchronous(VirtualClock(SampleSpeed(0.1), FixedLink(up=size / 2)), deadline=7.5, late="partial")
+    with pytest.warns(UserWarning, match="Client '0' did as much as was in time .* its updates have more bytes"):
+        federate(Toy(), toy_data((24, 16)), [SCAFFOLD()], loop=loop, local_epochs=3, max_rounds=1)
+
+
 def test_the_first_updates_suffice():
     clock = VirtualClock(FixedSpeed(1.0, slowdown={"0": 3, "1": 2}))
     module = Toy()
