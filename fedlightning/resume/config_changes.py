@@ -120,7 +120,7 @@ def _of_devices(arguments: Mapping[str, Any]) -> dict[str, Any]:
     precisions = [plugin.precision for plugin in plugins if isinstance(plugin, Precision)]
     count = len(devices) if isinstance(devices, list) else devices
     shared = count not in (1, "1", "auto") or (arguments.get("num_nodes") or 1) > 1
-    facts = {"precision": precisions[-1]} if precisions else {}
+    facts: dict[str, Any] = {"precision": precisions[-1]} if precisions else {}
     return facts | ({"devices": count, "num_nodes": arguments.get("num_nodes") or 1} if shared else {})
 
 
