@@ -248,3 +248,31 @@ def _is_users(kind: Any) -> bool:
 @lru_cache(maxsize=1024)
 def _users_classes(kind: type) -> tuple[type, ...]:
     return tuple(filter(_is_users, kind.__mro__))
+
+
+# -- numbers and tensors -----------------------------------------------------------------------------------------------
+Values = dict[str, Tensor | int | float]
+
+
+def values_of(module: nn.Module) -> Values:
+    """Return copies of the numbers and tensors that a module and its parts have as plain attributes, by dotted names.
+
+    Example:
+        >>> module = nn.Sequential(nn.Linear(2, 1))
+        >>> module[0].count = 3
+        >>> {name: value for name, value in values_of(module).items() if name == "0.count"}
+        {'0.count': 3}
+    """
+    values: Values = {}
+    for path, part in module.named_modules():
+        for name, value in () if isinstance(part, Metric) else vars(part).items():
+            if name not in OWN and (type(value) in (int, float) or type(value) is Tensor):
+                values[f"{path}.{name}".lstrip(".")] = value.detach().clone() if isinstance(value, Tensor) else value
+    return values
+
+
+def is_same(value: Tensor | float, before: Tensor | float | None) -> bool:
+    """Return True if two values are equal; NaN is equal to NaN."""
+    if not (isinstance(value, Tensor) and isinstance(before, Tensor)):
+        return type(value) is type(before) and repr(value) == repr(before)
+    return value.shape == before.shape and torch.equal(value.nan_to_num(), before.nan_to_num())

@@ -29,6 +29,7 @@ from fedlightning.ranges import counts_of
 from fedlightning.server.loop import Synchronous
 from fedlightning.server.model_store import refuse_mixed, refuse_uncommon
 from fedlightning.server.parts import Part
+from fedlightning.tensors import module_state
 from fedlightning.wrappers import user_class
 
 if TYPE_CHECKING:
@@ -287,6 +288,19 @@ class PreflightQuestions:
             self._trials.check(self.modules)
             for architecture, names in self._trials.changed.items():
                 self._warn_changed_buffers(architecture, names)
+                self._warn_attributes(architecture, names)
+
+    def _warn_attributes(self, architecture: str, changed: Sequence[str]) -> None:
+        """Say which attributes begin anew in every visit, where a module counts on what earlier steps made of them."""
+        module = self.modules[architecture]
+        names = [name for name in changed if name not in module_state(module)]
+        if names:
+            warn(
+                f"Steps of {user_class(module).__name__} take {listed(map(repr, names))} up where the step before left off, "
+                "and every visit of a client begins with the first value: an attribute is no entry of the model. If it is to "
+                "go on, make it a buffer (register_buffer), or use self.current_epoch or self.global_step, which go on with "
+                "optimizer_state='keep'."
+            )
 
     def _warn_changed_buffers(self, architecture: str, changed: Sequence[str]) -> None:
         """Say how buffers are combined that training changes: counts, or weights that each client takes from its data."""

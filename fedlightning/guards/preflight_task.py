@@ -46,7 +46,8 @@ class StepFinding:
         has_batches: `False`: this client has no batch; `None`: loaders of this kind cannot be tried.
         refusal: Why the run cannot work, as a sentence; `None` if nothing speaks against it.
         names: Of a step: metrics that schedulers follow; or those that the module logs, where it was listened to.
-        said: Of a check: what it warns of; of a training step: buffers that it changes, but for those of normalisation.
+        said: Of a check: what it warns of; of a training step: buffers that it changes, but for those of normalisation, and
+            attributes that it takes up where the step before left them.
         cause: What was raised, where that is in this process.
     """
 

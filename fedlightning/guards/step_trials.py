@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -29,7 +29,7 @@ from fedlightning.client.client_errors import client_failure
 from fedlightning.client.data_summary import count_used_samples, take_first_batch
 from fedlightning.client.evaluator import StepLosses
 from fedlightning.client.fit import fit
-from fedlightning.client.kept import UNCOPIED
+from fedlightning.client.kept import UNCOPIED, Values, is_same, values_of
 from fedlightning.client.logged_metrics import NotOneNumberError
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Fit
@@ -299,25 +299,55 @@ class StepTrial(PlainTask):
 
     def _train(self, runner: ClientRuntime, module: LightningModule, loader: DataLoader[Any]) -> None:
         alone = runner.beside(runner.blueprint.without_callbacks([StopAfterOne(self.listen)]))
-        message = Message(0, self.client, {}, ())
         while True:
-            visitor = Client(alone, message, ClientRecord(), module)
-            visitor.num_samples = count_used_samples(alone, loader)
-            before, names = _buffers(module), {*module_state(module)}
+            before, names, attributes = _buffers(module), {*module_state(module)}, values_of(module)
             try:
-                fit(alone, Fit(visitor, message, Phase(), alone.settings.work, loader))
+                self._fit(alone, module, loader)
             except FastLoopRefused as reason:
                 alone.loop.give_up(str(reason))
                 module = runner.blueprint.build(self.client)
             except OneBatchDone as done:
                 after = _buffers(module)
                 done.refusal = _other_shapes(module, names, before, after)
-                done.changed = [name for name, value in after.items() if not _is_same(value, before.get(name))]
-                visitor.scratch.clear()  # it ends in a cycle with its trainer, and is as large as a model
+                done.changed = [name for name, value in after.items() if not is_same(value, before.get(name))]
+                if not self.listen and done.refusal is None:
+                    done.changed += self._taken_up(alone, attributes, values_of(module), loader)
                 detached(module)
                 raise
             else:
                 return
+
+    def _fit(self, alone: ClientRuntime, module: LightningModule, loader: DataLoader[Any]) -> None:
+        message = Message(0, self.client, {}, ())
+        visitor = Client(alone, message, ClientRecord(), module)
+        visitor.num_samples = count_used_samples(alone, loader)
+        try:
+            with isolated(alone.settings.seed, "sanity"), preserve_generators(loader.dataset):
+                fit(alone, Fit(visitor, message, Phase(), alone.settings.work, loader))
+        except OneBatchDone:
+            visitor.scratch.clear()  # it ends in a cycle with its trainer, and is as large as a model
+            raise
+
+    def _taken_up(self, alone: ClientRuntime, before: Values, after: Values, loader: DataLoader[Any]) -> list[str]:
+        """Return the attributes that a step takes up where the last one left them, as it does not do with a sum of its own.
+
+        The same step, from the same model, leaves another value of these if it begins with the value that it left before.
+        """
+        changed = {name: value for name, value in after.items() if not is_same(value, before.get(name))}
+        if not changed:
+            return []
+        module = alone.blueprint.build(self.client)
+        for name, value in changed.items():
+            part, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(part), attribute, value.clone() if isinstance(value, Tensor) else value)
+        again = changed
+        with suppress(Exception, FastLoopRefused):  # the user's code has a step behind it that it does not know of
+            try:
+                self._fit(alone, module, loader)
+            except OneBatchDone:
+                again = values_of(module)
+        detached(module)
+        return sorted(name for name, value in changed.items() if not is_same(value, again.get(name)))
 
     def lost(self, reason: str) -> StepFinding:
         """An answer that says why the step could not be tried."""
@@ -369,10 +399,6 @@ def _other_shapes(module: LightningModule, names: set[str], before: State, after
     return None
 
 
-def _is_same(value: Tensor, before: Tensor | None) -> bool:
-    return before is not None and torch.equal(torch.nan_to_num(value), torch.nan_to_num(before))
-
-
 def _listen(names: set[str], log: Callable[..., None], name: str, *args: Any, **kwargs: Any) -> None:
     names.add(name)
     log(name, *args, **kwargs)
@@ -420,7 +446,7 @@ class StepTrials:
         self.engine, self.splits, self.findings_by_trial = engine, splits, findings_by_trial
         self.blueprint = engine.runner.blueprint
         self._first_steps: dict[str, FirstStep] = {}
-        self.changed: dict[str, list[str]] = {}  # by architecture: buffers that a training step changes
+        self.changed: dict[str, list[str]] = {}  # by architecture: buffers and attributes that a training step changes
 
     def check(self, modules: Mapping[str, LightningModule]) -> None:
         """Run one batch of every step on copies; refuse layers that come late, and metrics that nobody logs.

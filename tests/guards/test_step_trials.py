@@ -321,6 +321,66 @@ def test_of_other_buffers_nothing_is_said(module, callbacks, options):
     assert not [one for one in told if "Training changes buffers" in str(one.message)]
 
 
+class Anneals(Toy):
+    """A weight that grows from step to step, and a baseline that follows the loss, both plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.beta, self.net.baseline = 0.0, torch.zeros(())
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.beta = min(1.0, self.beta + 0.1)
+        self.net.baseline = 0.9 * self.net.baseline + 0.1 * loss.detach()
+        return loss
+
+
+class Sums(Toy):
+    """Sums of an epoch, the last loss with dropout, and a call that counts in a part's class."""
+
+    def __init__(self):
+        super().__init__(dropout=0.5)
+        self.total, self.last, self.seen = 0.0, torch.zeros(()), 0
+
+    def on_train_epoch_start(self):
+        self.total = 0.0
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.total, self.last, self.seen, self.noise = (
+            self.total + loss.item(),
+            loss.detach(),
+            len(batch[0]),
+            random.random(),
+        )
+        return loss
+
+
+@pytest.mark.parametrize("loop", ["auto", "trainer"])
+def test_attributes_that_begin_anew_in_every_visit_are_told_once(loop):
+    with pytest.warns(UserWarning, match=r"Steps of Anneals take 'beta', 'net.baseline' up where") as told:
+        federate(Anneals(), toy_data((8, 16)), sanity_check=True, local_loop=loop)
+    assert sum("begins with the first value" in str(one.message) for one in told) == 1
+
+
+def test_of_attributes_that_a_visit_makes_itself_nothing_is_said():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        federate(Sums(), toy_data((8, 16)), sanity_check=True)
+    assert not [one for one in told if "begins with the first value" in str(one.message)]
+
+
+def test_trying_an_attribute_changes_no_bit():
+    def trained(sanity):
+        torch.manual_seed(0)
+        trainer = federate(Anneals(), toy_data((8, 16)), sanity_check=sanity)
+        return global_state(trainer)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        same(trained(False), trained(True))
+
+
 class Bank(Toy):
     """A memory bank that grows with what it has seen."""
 
