@@ -306,6 +306,23 @@ def a_resumed_run_equals_an_uninterrupted_one(drawn: Any) -> None:
         assert_same(whole, scene.cut_and_resumed(Path(folder, "cut"), after), f"{scene}")
 
 
+SHARES_OF_ALL_ROUNDS = ("FedCovid", "FedKD", "FedLAMA", "Harmony", "MAPPER", "PIFL", "TIFF")
+"""Methods with a schedule or tokens that go by the number of all rounds, or that do something else in the last one."""
+
+
+@relation(scenes(), few=8)
+def a_run_made_longer_equals_a_longer_one(scene: Scene) -> None:
+    """Domain: scenes without a schedule that is a share of all rounds, bit for bit: models, states and scores."""
+    names = [callback if isinstance(callback, str) else type(callback).__name__ for callback in scene.callbacks]
+    if any(name.startswith(SHARES_OF_ALL_ROUNDS) for name in names):
+        raise Refused
+    scene = scene.but(options={"save_state": 1, "evaluation": 1})
+    with tempfile.TemporaryDirectory() as folder:
+        whole = scene.run(Path(folder, "whole"))
+        scene.but(options={"max_rounds": 2}).run(Path(folder, "short"))
+        assert_same(whole, scene.run(Path(folder, "short"), resume="last"), f"{scene}")
+
+
 @relation(scenes(), few=0)
 def worker_processes_equal_one_process(scene: Scene) -> None:
     """Domain: every scene, bit for bit: models, states and scores."""
