@@ -58,8 +58,8 @@ Two defaults lay far from the chosen values on most tasks and were changed, afte
 images; four learning rates tried, then five splits): pFedMe's `lam` from the authors' 15 to 2 with `personal_lr` 0.05
 (two digits a client 0.914 to 0.973, Dirichlet(0.3) with a CNN 0.422 to 0.946), and LocalAdaptation's `epochs` from 1 to
 4 (0.954 to 0.971, 0.909 to 0.925). Others were far too but no better there, and stay: FedAvgM's `server_lr` of 1, FedDF's
-200 steps, Ditto's `lam` of 1, FedSAM's `rho` of 0.1 and FedRep's 10 `head_epochs` (in place of 1, on 1500 of
-the images, at three rates: two digits a client 0.928 to 0.953, Dirichlet(0.3) 0.873 to 0.859).
+200 steps, Ditto's `lam` of 1, FedSAM's `rho` of 0.1 and FedRep's 10 `head_epochs` (in place of 1, the fewest
+there are, on 1500 of the images, at three rates: two digits a client 0.928 to 0.953, Dirichlet(0.3) 0.873 to 0.859).
 """
 
 
