@@ -298,8 +298,8 @@ class PreflightQuestions:
             warn(
                 f"Steps of {user_class(module).__name__} take {listed(map(repr, names))} up where the step before left off, "
                 "and every visit of a client begins with the first value: an attribute is not an entry of the model. If "
-                "it is to go on, make it a buffer (register_buffer), or use self.current_epoch or self.global_step, which go on "
-                "with optimizer_state='keep'."
+                "it is to go on, make it a buffer (register_buffer), or use self.current_epoch or self.global_step, which go "
+                "on with optimizer_state='keep'."
             )
 
     def _warn_changed_buffers(self, architecture: str, changed: Sequence[str]) -> None:
