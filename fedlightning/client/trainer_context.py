@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from fedlightning.client.client import Client
+from fedlightning.client.learning_rates import check_schedulers, decaying, scale_learning_rates, schedulers_of
 from fedlightning.client.record import FitResult
 from fedlightning.client.requests import LocalSettings
 from fedlightning.contract import CallbackList, FederatedCallback, GradientContext, Phase
@@ -124,7 +125,7 @@ class VisitCallback(Callback):
         scaler = self.client.record.lightning.get(self.phase, {}).get("precision")
         if scaler and self.settings.optimizer_state == "reset":  # under "keep" Lightning itself restored it
             trainer.precision_plugin.load_state_dict(scaler)
-        self._decay_learning_rates(trainer)
+        self._decay_learning_rates(trainer, pl_module)
         for index, optimizer in enumerate(trainer.optimizers):
             if self.correctors and getattr(trainer.precision_plugin, "scaler", None) is not None:
                 self._refuse_fused(optimizer)
@@ -146,14 +147,22 @@ class VisitCallback(Callback):
                 "under fp16 at that point. Use fused=False or precision='bf16-mixed'."
             )
 
-    def _decay_learning_rates(self, trainer: Trainer) -> None:
+    def _decay_learning_rates(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Apply the decay per round, which an optimizer that is made anew in every visit does not know."""
-        record = self.client.record.lightning.get(self.phase, {})
+        record, decay = self.client.record.lightning.get(self.phase, {}), self.settings.lr_decay
         keeps = self.settings.optimizer_state == "keep" and "checkpoint" in record
         # not every visit has every phase
         rounds = self.client.round - (record.get("round", self.client.record.last_round) if keeps else 0)
-        factor = self.settings.lr_decay**rounds * (1.0 if keeps else self.lr_factor)
-        scale_learning_rates(trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs], factor)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        listed = {id(scheduler) for scheduler in schedulers}
+        others = [other for other in schedulers_of(pl_module, trainer.optimizers) if id(other) not in listed]
+        if not record and (decay, self.lr_factor) != (1.0, 1.0):  # the first fit of the phase
+            keeping = self.settings.optimizer_state == "keep"
+            check_schedulers(trainer.optimizers, schedulers, decaying(decay), keeps=keeping)
+            check_schedulers(trainer.optimizers, others, decaying(decay))
+        scale_learning_rates(trainer.optimizers, schedulers, decay**rounds * (1.0 if keeps else self.lr_factor))
+        # nobody keeps those that configure_optimizers does not return: they are new in every visit
+        scale_learning_rates([], others, decay**self.client.round * self.lr_factor)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch - self.first_epoch
@@ -277,29 +286,6 @@ class EndsBySteps(VisitCallback):
         if not pl_module.automatic_optimization:
             count = max(count, self.attempts or self._others)
         trainer.should_stop |= count >= self.work
-
-
-RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
-"""Entries of a parameter group that are learning rates; all but the first are of schedulers."""
-RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
-"""Attributes of torch's schedulers that are learning rates, or lists of them: where one begins, its peak, its floor."""
-
-
-def scale_learning_rates(optimizers: Iterable[Optimizer], schedulers: Iterable[Any], factor: float) -> None:
-    """Multiply every learning rate of optimizers and of what schedules them by a factor."""
-    if factor == 1.0:
-        return
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group.update({name: group[name] * factor for name in RATES_OF_GROUPS if name in group})
-    rest = list(schedulers)
-    while rest:
-        scheduler = rest.pop()
-        for name in RATES_OF_SCHEDULERS:
-            rates = getattr(scheduler, name, None)
-            if rates is not None:
-                setattr(scheduler, name, [lr * factor for lr in rates] if isinstance(rates, list) else rates * factor)
-        rest += getattr(scheduler, "_schedulers", [])  # SequentialLR, ChainedScheduler
 
 
 class UnseenStepsError(ConfigurationError):

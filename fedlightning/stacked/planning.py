@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
+from fedlightning.client.learning_rates import check_schedulers, decaying, scale_learning_rates
 from fedlightning.client.requests import LocalSettings
-from fedlightning.client.trainer_context import scale_learning_rates
 from fedlightning.compat.lightning_runs import attached
 from fedlightning.contract import Phase
 from fedlightning.stacked.trainees import Recipe
@@ -69,8 +69,10 @@ def configure(module: LightningModule, settings: LocalSettings, phase: Phase, ro
     with quietly_attached(module, clock):
         configured = module.configure_optimizers()
     recipe = Recipe(optimizers_in(configured)[0], schedules_in(configured))
-    factor = settings.lr_decay**round * phase.lr_factor
-    scale_learning_rates([recipe.optimizer], [scheduler for scheduler, _, _ in recipe.schedules], factor)
+    factor, schedulers = settings.lr_decay**round * phase.lr_factor, [scheduler for scheduler, _, _ in recipe.schedules]
+    if (settings.lr_decay, phase.lr_factor) != (1.0, 1.0):
+        check_schedulers([recipe.optimizer], schedulers, decaying(settings.lr_decay))
+    scale_learning_rates([recipe.optimizer], schedulers, factor)
     return recipe
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.optim import lr_scheduler, swa_utils
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedlightning.client.trainer_context import scale_learning_rates
 from fedlightning.datamodules import IIDPartitioner, Partitioned
 from fedlightning.options import Processes
 from tests.helpers import Toy, make_trainer, samples, toy_data
@@ -181,35 +179,3 @@ def test_modules_that_read_their_data_in_setup_are_scored_as_they_are_trained(ki
     for row in found:
         assert row.value == pytest.approx(float((1 / (1 + counts[row.client])).sum())), row
     assert not trainer.server.failures
-
-
-SCHEDULERS = {
-    "cyclic": lambda sgd: lr_scheduler.CyclicLR(sgd, 0.01, 0.2, step_size_up=2, cycle_momentum=False),
-    "cosine": lambda sgd: lr_scheduler.CosineAnnealingLR(sgd, T_max=5, eta_min=0.05),
-    "restarts": lambda sgd: lr_scheduler.CosineAnnealingWarmRestarts(sgd, T_0=3, eta_min=0.05),
-    "one cycle": lambda sgd: lr_scheduler.OneCycleLR(sgd, 0.2, total_steps=9),
-    "swa": lambda sgd: swa_utils.SWALR(sgd, swa_lr=0.05, anneal_epochs=3),
-    "plateau": lambda sgd: lr_scheduler.ReduceLROnPlateau(sgd, factor=0.3, patience=0, min_lr=0.04),
-    "chained": lambda sgd: lr_scheduler.SequentialLR(
-        sgd,
-        [lr_scheduler.LinearLR(sgd, total_iters=2), lr_scheduler.CosineAnnealingLR(sgd, T_max=3, eta_min=0.05)],
-        milestones=[2],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_all_rates_of_a_schedule_are_scaled(name):
-    """The peak and the floor too: half of the rates at any step, however the scheduler keeps them."""
-
-    def rates(factor):
-        sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-        scheduler, seen = SCHEDULERS[name](sgd), []
-        scale_learning_rates([sgd], [scheduler], factor)
-        for _ in range(7):
-            seen.append(sgd.param_groups[0]["lr"])
-            sgd.step()
-            scheduler.step(1.0) if name == "plateau" else scheduler.step()
-        return seen
-
-    assert rates(0.5) == pytest.approx([0.5 * rate for rate in rates(1.0)])
