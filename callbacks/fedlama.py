@@ -37,7 +37,7 @@ class FedLAMA(ServerModels):
     Lee, Zhang, Avestimehr, "Layer-wise adaptive model aggregation for scalable federated learning", AAAI 2023.
 
     Layer `l` is averaged every `tau_l` rounds, `tau_l` in `{tau, phi tau}`; in between it stays as each client trained
-    it. Everything is averaged every `phi tau` rounds and in the last one.
+    it. Everything is averaged every `phi tau` rounds and in the last one, which a run that is made longer does again.
 
     Up: the layers due. Down: the layers averaged since the client's last visit. State: the model at each client; `tau_l`
     and `d_l` at the server.
@@ -76,7 +76,11 @@ class FedLAMA(ServerModels):
     @property
     def facts(self) -> Facts:
         """Layers come only when they are new to a client, and go back when they are due."""
-        return super().facts.extend(changes={Change.ONE_WAY})
+        return super().facts.extend(changes={Change.ONE_WAY}, last_round=self._last_round)
+
+    def _last_round(self, rounds: int) -> str:
+        """What the last round does before its time."""
+        return "averaged all layers" if rounds % (self.phi * self.tau) else ""
 
     def _own(self, server: Server) -> dict[str, Any]:
         """The state; at first every layer has the base interval."""

@@ -204,6 +204,9 @@ class Facts:
         real_only: Whether what it does to entries is right for real numbers only: complex parameters are refused.
         no_statistics: Why statistics of the data before round 1 are refused, as the end of a sentence that begins with the
             callback's name; empty: they are not.
+        last_round: Gives, of the number of all rounds, what the last one does that it would not do in a longer run, as the
+            end of a sentence about it (averaged all layers); empty: nothing. A run that is made longer does that round
+            again. `None`: nothing, however many there are.
 
     Example:
         >>> facts = Facts(changes={Change.START}).extend(changes={Change.PARTS}, takes_part=False)
@@ -226,6 +229,7 @@ class Facts:
     beside_sums: bool = False
     real_only: bool = False
     no_statistics: str = ""
+    last_round: Callable[[int], str] | None = None
 
     def __post_init__(self) -> None:
         refuse_other_words("Facts", self.changes)

@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
 
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.data_summary import DataSummary, Detail
@@ -114,10 +115,13 @@ def fingerprint(
 
 
 def _of_devices(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the precision of a plugin, which stands for `precision`, and how many devices share a client's batches."""
+    """Return the precision of a plugin or a strategy, which stands for `precision`, and the devices that share batches."""
     plugins, devices = arguments.get("plugins") or [], arguments.get("devices") or 1
     plugins = plugins if isinstance(plugins, list | tuple) else [plugins]
     precisions = [plugin.precision for plugin in plugins if isinstance(plugin, Precision)]
+    strategy = arguments.get("strategy")
+    if isinstance(strategy, Strategy) and strategy.precision_plugin.precision != Precision().precision:
+        precisions.append(strategy.precision_plugin.precision)
     count = len(devices) if isinstance(devices, list) else devices
     shared = count not in (1, "1", "auto") or (arguments.get("num_nodes") or 1) > 1
     facts: dict[str, Any] = {"precision": precisions[-1]} if precisions else {}

@@ -271,10 +271,21 @@ class Saving(Part):
             **federation.parts.state(),
             "local_loop": federation.engine.runner.loop.reason,
         } | ({"changes": self.changes} if self.changes else {})
-        extra |= {FLUSHED: True} if federation.loop.flushes and federation.rounds_done == server.max_rounds else {}
+        if federation.rounds_done == server.max_rounds and (done := _done_at_the_end(federation)):
+            extra[FLUSHED] = done
         save_state(run.last, server, federation.store, federation.rounds_done, extra, federation.loop.state())
         self.rounds_saved = federation.rounds_done
         federation.recorder.logs.begun()
+
+
+def _done_at_the_end(federation: Federation) -> str:
+    """Return what the last round did that it would not have done in a longer run, for a sentence; empty: nothing."""
+    asked = {callback.key: callback.facts.last_round for callback in federation.server.callbacks}
+    differing = {
+        key: last_round(federation.server.max_rounds) for key, last_round in asked.items() if last_round is not None
+    }
+    waited = ["waited for all jobs in flight (at_end='flush')"] if federation.loop.flushes else []
+    return " and ".join(waited + [f"{text} ({key})" for key, text in differing.items() if text])
 
 
 class LeftOutLog(LeftOut):

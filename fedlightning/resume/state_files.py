@@ -198,8 +198,8 @@ def load(folder: Path, max_rounds: int = 0) -> SavedState:
 
 
 FINAL, FLUSHED = "final", "flushed"
-"""Entries of the extra values of a run that is over: the visits after its last round were made; that round waited for all
-jobs in flight."""
+"""Entries of the extra values of a run that is over: the visits after its last round were made; what that round did that it
+would not have done in a longer run, such as to wait for all jobs in flight."""
 
 
 def _is_over(saved: SavedState) -> bool:
@@ -214,15 +214,17 @@ def _not_over(newest: SavedState) -> SavedState:
 
     Where it is lost, a run goes on from its end, with a warning: what clients keep was changed by the visits after that.
     """
-    folder, kept = newest.folder, newest.rounds_done
+    folder, kept, done = newest.folder, newest.rounds_done, newest.extra.get(FLUSHED)
+    if done is True:  # an older state, of a time when no other round was another one at the end
+        done = "waited for all jobs in flight (at_end='flush')"
     try:
         before = _checked(folder, BEFORE)
     except DamagedStateError:
         before = _checked(folder, MANIFEST)  # another rank of this run may have put it there by now
     if _is_over(before):
-        if newest.extra.get(FLUSHED):
+        if done:
             raise ValueError(
-                f"Round {kept} of the run in {folder} was its last, and waited for all jobs in flight (at_end='flush'). "
+                f"Round {kept} of the run in {folder} was its last, and {done}. "
                 "More rounds would not be those of a longer run, and there is no state from before that round. Start a new "
                 "run with more rounds."
             )
@@ -235,8 +237,8 @@ def _not_over(newest: SavedState) -> SavedState:
         return newest
     if before.rounds_done < kept:
         warnings.warn(
-            f"Round {before.rounds_done + 1} is the next one: the run in {folder} was over after round {kept}, which waited "
-            "for all jobs in flight (at_end='flush'), and in a longer run it does not.",
+            f"Round {before.rounds_done + 1} is the next one: the run in {folder} was over after round {kept}, which {done}, "
+            "and in a longer run it does not.",
             UserWarning,
             stacklevel=4,
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from fedlightning import FederatedCallback
 from fedlightning.callbacks import FedAvg, FedLAMA, FedPer, FedProx, GlobalCheckpoint, LocalCheckpoint
 from fedlightning.callbacks.fedlama import less_critical
 from fedlightning.tensors import module_state
+from fedlightning.testing.runs import assert_same
 from tests.callbacks.common import MAKES, SIZES, A, B, deployed
 from tests.conformance.case import Case, Kept
 from tests.helpers import (
@@ -245,6 +248,27 @@ def test_there_is_a_global_model_in_every_round(tmp_path):
         Toy("adam"), toy_data(SIZES), [GlobalCheckpoint(), FedLAMA(phi=3), LocalCheckpoint()], tmp_path, max_rounds=4
     )
     assert {row.round for row in trainer.rows if row.stage == "G"} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(("phi", "again"), [(4, True), (3, False)])
+def test_a_run_made_longer_is_the_longer_run(tmp_path, phi, again):
+    """Its last round averaged everything before its time, and is done again; where it was time for that, it is not."""
+    module, data = Three(), toy_data(SIZES)
+
+    def run(name, rounds, **options):
+        return federate(
+            module, data, [FedLAMA(phi=phi)], tmp_path / name, max_rounds=rounds, save_state=1, evaluation=1, **options
+        )
+
+    whole, path = run("whole", 5), run("short", 3).run.path
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        longer = run("short", 5, resume=path)
+    told = (
+        "Round 3 is the next one: the run in .* after round 3, which averaged all layers \\(FedLAMA\\), and in a longer"
+    )
+    assert any(re.match(told, str(warning.message)) for warning in caught) == again
+    assert_same(whole, longer, f"phi={phi}", rows=again)  # else it has the test scores of round 3 too
 
 
 def test_composes_with_a_private_head_and_a_proximal_term():

@@ -247,8 +247,8 @@ def test_a_longer_run_keeps_the_warm_up_it_began_with(tmp_path):
     """Clients that have a local model do not go back to deploying it beside a global one that trains alone."""
     module, data, saved = Toy(), toy_data(SIZES), {"save_state": 1, "evaluation": 0}
     path = federate(module, data, [MAPPER()], tmp_path, max_rounds=2, **saved).run.path
-    longer = federate(module, data, [MAPPER()], tmp_path, max_rounds=4, resume=path, **saved)
-    whole = federate(module, data, [MAPPER(warmup=1)], max_rounds=4)
+    longer = federate(module, data, [MAPPER()], tmp_path, max_rounds=6, resume=path, **saved)  # half of them: 3
+    whole = federate(module, data, [MAPPER(warmup=1)], max_rounds=6)
     same(global_state(longer), global_state(whole))
     for client in SIZES:
         same(deployed(longer, client), deployed(whole, client))

@@ -306,8 +306,8 @@ def a_resumed_run_equals_an_uninterrupted_one(drawn: Any) -> None:
         assert_same(whole, scene.cut_and_resumed(Path(folder, "cut"), after), f"{scene}")
 
 
-SHARES_OF_ALL_ROUNDS = ("FedCovid", "FedKD", "FedLAMA", "Harmony", "MAPPER", "PIFL", "TIFF")
-"""Methods with a schedule or tokens that go by the number of all rounds, or that do something else in the last one."""
+SHARES_OF_ALL_ROUNDS = ("FedCovid", "FedKD", "Harmony", "MAPPER", "PIFL", "TIFF")
+"""Methods with a schedule or tokens that go by the number of all rounds."""
 
 
 @relation(scenes(), few=8)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -293,6 +294,34 @@ SEEN = {
         {"arguments": ARGUMENTS | {"plugins": [MixedPrecision("bf16-mixed", "cpu")]}},
         r"precision was None and is 'bf16-mixed'",
     ),
+    "the precision of the plugin that has the last word": (
+        {},
+        {
+            "arguments": ARGUMENTS
+            | {"plugins": [MixedPrecision("16-mixed", "cpu"), MixedPrecision("bf16-mixed", "cpu")]}
+        },
+        r"precision was None and is 'bf16-mixed'",
+    ),
+    "the precision of a plugin alone": (
+        {},
+        {"arguments": ARGUMENTS | {"plugins": MixedPrecision("bf16-mixed", "cpu")}},
+        r"precision was None and is 'bf16-mixed'",
+    ),
+    "validation after some steps": (
+        {},
+        {"arguments": ARGUMENTS | {"val_check_interval": 2}},
+        r"val_check_interval was not there and is 2",
+    ),
+    "machines that share batches": (
+        {},
+        {"arguments": ARGUMENTS | {"num_nodes": 2}},
+        r"num_nodes was not there and is 2",
+    ),
+    "a strategy's precision": (
+        {},
+        {"arguments": ARGUMENTS | {"strategy": SingleDeviceStrategy(precision_plugin=DoublePrecision())}},
+        r"precision was None and is '64-true'",
+    ),
     "devices that share batches": (
         {},
         {"arguments": ARGUMENTS | {"devices": [0, 1]}},
@@ -311,3 +340,10 @@ def test_a_fingerprint_tells(case):
     old, new = (plain(fingerprint(**one | {"data": describe(one["data"], details=DETAILS)})) for one in given)
     found = differences(json.loads(json.dumps(old)), new)
     assert any(re.fullmatch(sentence, text) for text in found), found
+
+
+def test_one_device_in_other_words_is_no_change():
+    """Nor is a strategy that says nothing of the precision."""
+    for arguments in ({"devices": "auto"}, {"devices": [1]}, {"devices": "1"}, {"strategy": SingleDeviceStrategy()}):
+        usual = {"callbacks": [], "ordinary": [], "model": Toy(), "data": describe(ready(), details=DETAILS)}
+        assert fingerprint(ARGUMENTS | arguments, **usual) == fingerprint(ARGUMENTS, **usual)
