@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -65,17 +65,33 @@ class _ChangeCodec(UpdateCodec):
 
     def decode(self, server: Server, message: Message, update: Update) -> State:
         """Return the entries that came, each with its part of the change."""
+        coded = self._coded(server, message)
+        start = {name: message.state[name] for name in coded}
+        size = _size(start.values())
+        decoded = add_row(start, self.change(update.extras[self.key], size, message, server))
+        return {**update.state, **{copy: decoded[name] for name, copies in coded.items() for copy in copies}}
+
+    def planned_bytes(self, server: Server, message: Message) -> int:
+        """Return the bytes of the code, and of the entries that travel as they are."""
+        coded, model = self._coded(server, message), server.models[message.model]
+        names = {name for copies in coded.values() for name in copies}
+        size = _size(message.state[name] for name in coded)
+        rest = sum(model[name].nbytes for name in message.returns if name not in names)
+        return rest + (self.length(size) if size else 0)
+
+    def _coded(self, server: Server, message: Message) -> dict[str, list[str]]:
+        """Return the entries that an answer to a message has in its code, each with all of its names."""
         architecture, sent = server.architecture_of(message.client), message.state
         chosen = [
             name
             for name in message.returns
             if architecture.kinds.get(name) == "trainable" and name in sent and has_mean(sent[name])
         ]
-        coded = _without_copies(chosen, architecture.tied)
-        start = {name: sent[name] for name in coded}
-        size = sum(as_reals(entry).numel() for entry in start.values())
-        decoded = add_row(start, self.change(update.extras[self.key], size, message, server))
-        return {**update.state, **{copy: decoded[name] for name, copies in coded.items() for copy in copies}}
+        return _without_copies(chosen, architecture.tied)
+
+    def length(self, size: int) -> int:
+        """Return the bytes of the code of a change of so many elements."""
+        raise NotImplementedError
 
     def code(self, change: Tensor, message: Message, client: Client) -> dict[str, Tensor]:
         """Return the code of a change, an fp64 vector."""
@@ -84,6 +100,11 @@ class _ChangeCodec(UpdateCodec):
     def change(self, code: Mapping[str, Tensor], size: int, message: Message, server: Server) -> Tensor:
         """Return the change that a code stands for, an fp64 vector of `size`. What came is not to be trusted."""
         raise NotImplementedError
+
+
+def _size(entries: Iterable[Tensor]) -> int:
+    """Return the number of elements of entries; a complex one is two."""
+    return sum(as_reals(entry).numel() for entry in entries)
 
 
 def _without_copies(names: Sequence[str], tied: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
@@ -152,6 +173,10 @@ class TopK(_ChangeCodec):
         """Places and values."""
         return Wire(up={"places": (-1,), "values": (-1,)})
 
+    def length(self, size: int) -> int:
+        """Return 8 bytes for each of the elements that go up."""
+        return 8 * count_of(self.share, size)
+
     def code(self, change: Tensor, message: Message, client: Client) -> dict[str, Tensor]:
         """Return places, in order, and values; keep the rest."""
         kept = client.state.get(self.key, {}).get("left", {})
@@ -201,6 +226,10 @@ class RandomK(_ChangeCodec):
     def wire(self, module: nn.Module) -> Wire:
         """Values only: the server draws the same places."""
         return Wire(up={"values": (-1,)})
+
+    def length(self, size: int) -> int:
+        """Return 4 bytes for each of the elements that go up."""
+        return 4 * count_of(self.share, size)
 
     def places(self, size: int, message: Message, seed: int) -> Tensor:
         """Return the places of a visit, the same at the client and at the server."""
@@ -252,6 +281,10 @@ class QSGD(_ChangeCodec):
     def wire(self, module: nn.Module) -> Wire:
         """Norms of the buckets, and levels of the elements."""
         return Wire(up={"norms": (-1,), "levels": (-1,)})
+
+    def length(self, size: int) -> int:
+        """Return a byte for each element, and 4 for each bucket."""
+        return size + 4 * -(-size // self.bucket)
 
     def code(self, change: Tensor, message: Message, client: Client) -> dict[str, Tensor]:
         """Return norms and signed levels."""

@@ -87,6 +87,7 @@ FAMILIES = {
     "training_batches": "TrainingData",
     "encode": "UpdateCodec",
     "decode": "UpdateCodec",
+    "planned_bytes": "UpdateCodec",
     "covers": "Protection",
     "protect": "Protection",
     "check_runs": "Protection",

@@ -128,6 +128,13 @@ class UpdateCodec(FederatedCallback):
         """
         raise NotImplementedError
 
+    def planned_bytes(self, server: Server, message: Message) -> int | None:
+        """Return the bytes of the entries that a message asks for as they will travel; `None`: nobody knows before.
+
+        By this a loop plans how much work leaves time for the way back (`late="partial"`).
+        """
+        return None
+
 
 class SumCodec(UpdateCodec):
     """Base of codecs whose codes are decoded as a sum, by :meth:`reduce`, and never one by one.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedlightning.client.record import ClientRecord
-from fedlightning.contract import POOLED, Change, Job
+from fedlightning.contract import POOLED, Change, Job, UpdateCodec
 from fedlightning.contract.messages import JobTrace, Message, Update, tree_bytes
 from fedlightning.engines.attempts import FederationError
 from fedlightning.engines.contract import Engine
@@ -73,6 +73,7 @@ class RoundTimes(RoundClock):
     _sent: list[tuple[Message, float]] = field(default_factory=list)  # with the seconds until it has computed
     _seconds: list[float] = field(default_factory=list)
     _reasons: list[str | None] = field(default_factory=list)  # why updates of the list are too late
+    _is_unknown_told: bool = False  # that the bytes of a code are not known before
     _before: dict[str, ClientRecord] = field(default_factory=dict)  # of callbacks whose state moves with the server's
 
     @classmethod
@@ -145,10 +146,18 @@ class RoundTimes(RoundClock):
         return message.work if work == 1 else 1
 
     def _planned_upload(self, message: Message) -> float:
-        """Return the seconds for the entries that are asked for; what else an update has, or a code, is not known before."""
-        model = self.server.models[message.model]
-        size = tree_bytes([model[name] for name in message.returns]) * (1 if message.links is None else message.links)
-        return self.clock.upload(message.client, message.visit, size)
+        """Return the seconds for the entries that are asked for, or their code; what comes beside them is not known."""
+        model, codec = self.server.models[message.model], self.server.callbacks.answering(UpdateCodec, "encode")
+        size = None if codec is None else codec.planned_bytes(self.server, message)
+        if size is None:
+            size = tree_bytes([model[name] for name in message.returns])
+            if codec is not None and self.server.round == 0 and not self._is_unknown_told:
+                self._is_unknown_told = True
+                warn(
+                    f"How many bytes {codec.key} sends is not known before, so late='partial' plans by those of the model's "
+                    "entries: a client may do less work than would be in time, or come too late."
+                )
+        return self.clock.upload(message.client, message.visit, size * (1 if message.links is None else message.links))
 
     def arrivals(self, updates: Iterator[Update]) -> Iterator[tuple[Update, str | None]]:
         judged: Iterable[tuple[Update, str | None]]
@@ -175,9 +184,9 @@ class RoundTimes(RoundClock):
             plans = self.late == "partial" and message.work != 0 and update.error is None
             if plans and computed + self._planned_upload(message) <= self.deadline:
                 warn(
-                    f"Client '{message.client}' did as much as was in time by the bytes of the model's entries "
-                    "(late='partial'), but its updates have more bytes than these, and come too late: it has no part in such "
-                    "rounds. Set a longer deadline, or leave out what travels beside the model."
+                    f"Client '{message.client}' did as much as was in time by the bytes of the model's entries, or "
+                    "of their code (late='partial'), but its updates have more bytes than these, and come too late: it has "
+                    "no part in such rounds. Set a longer deadline, or leave out what travels beside the model."
                 )
             return f"it took {computed + up:g} virtual seconds, and the deadline is {self.deadline:g}"
         self.trips.append(trip.ended("failed" if update.error is not None else "taken"))

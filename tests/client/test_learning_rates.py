@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch.optim import lr_scheduler, swa_utils
 
+from fedlightning import FederatedCallback
+from fedlightning.algorithm import Phase
 from fedlightning.client.learning_rates import check_schedulers
 from tests.helpers import Toy, federate, toy_data
+from tests.server.test_synchronous import Chosen
 
 timm = pytest.importorskip("timm.scheduler")
 
@@ -185,3 +188,29 @@ def test_a_schedule_that_cannot_be_tried_is_told_of():
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.warns(UserWarning, match=r"whether those of Odd follow could not be tried: RuntimeError: where\?"):
         check_schedulers([sgd], [Odd(sgd, 0.9)], "lr_decay=0.5")
+
+
+class WithoutRounds(FederatedCallback):
+    """Every record is as one of before the round of a fit was noted, and the fit has a rate of its own."""
+
+    def on_visit_start(self, client):
+        client.record.lightning.get("fit", {}).pop("round", None)
+
+    def local_phases(self, client):
+        yield Phase(lr_factor=0.5)
+
+
+def test_kept_rates_have_a_phases_factor_once_and_decay_from_the_last_visit_in_an_older_record():
+    class Rates(Toy):
+        seen: list = []
+
+        def training_step(self, batch, batch_idx):
+            self.seen.append(self.optimizers().param_groups[0]["lr"])
+            return super().training_step(batch, batch_idx)
+
+    callbacks, options = (
+        [WithoutRounds(), Chosen([["0"], ["1"], ["0"], ["0"]])],
+        {"max_rounds": 4, "optimizer_state": "keep"},
+    )
+    federate(Rates(lr=0.8), toy_data([8, 8]), callbacks, lr_decay=0.5, **options)
+    assert Rates.seen == pytest.approx([0.4, 0.2, 0.1, 0.05])

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedlightning.algorithm import Facts, FederatedCallback, Job, Plan, Server, Update
-from fedlightning.callbacks import CFL, SCAFFOLD, FedAvg, FedPer, FedProx, GlobalCheckpoint, HeteroFL, PLayerFL
+from fedlightning.algorithm import Facts, FederatedCallback, Job, Plan, Server, Update, UpdateCodec, Wire
+from fedlightning.callbacks import (
+    CFL,
+    QSGD,
+    SCAFFOLD,
+    FedAvg,
+    FedPer,
+    FedProx,
+    GlobalCheckpoint,
+    HeteroFL,
+    PLayerFL,
+    RandomK,
+    TopK,
+)
 from fedlightning.callbacks.poisson import PoissonSampling
 from fedlightning.callbacks.stragglers import Stragglers
 from fedlightning.engines.attempts import FederationError
@@ -27,7 +40,7 @@ from fedlightning.virtual_time import (
     TraceAvailability,
     VirtualClock,
 )
-from tests.helpers import Toy, close, federate, global_state, make_trainer, same, spied, toy_data
+from tests.helpers import NormNet, Toy, close, federate, global_state, make_trainer, same, spied, toy_data
 from tests.server.test_synchronous import Chosen
 
 SLOW = VirtualClock(FixedSpeed(1.0, slowdown={"2": 10}))
@@ -133,6 +146,67 @@ def test_a_part_of_the_work_that_is_late_because_of_what_travels_beside_the_mode
     loop = Synchronous(VirtualClock(SampleSpeed(0.1), FixedLink(up=size / 2)), deadline=7.5, late="partial")
     with pytest.warns(UserWarning, match="Client '0' did as much as was in time .* its updates have more bytes"):
         federate(Toy(), toy_data((24, 16)), [SCAFFOLD()], loop=loop, local_epochs=3, max_rounds=1)
+
+
+@pytest.mark.parametrize("code", [RandomK(0.1), TopK(0.05), QSGD()], ids=lambda code: code.key)
+@pytest.mark.parametrize("module", [Toy, NormNet])
+def test_a_part_of_the_work_is_planned_by_the_code_that_travels(code, module):
+    """Each epoch is 2.4 seconds and the code a second; the entries would be 10 at least, and leave no time."""
+    trainer, spy = spied(module(), toy_data((24, 24)), [code], max_rounds=1)
+    seconds = {update.client: update.num_bytes for update in spy.updates}
+    for message in spy.messages:
+        assert code.planned_bytes(trainer.server, message) == seconds[message.client]
+    clock = VirtualClock(SampleSpeed(0.1), FixedLink(up=seconds["0"]))
+    loop = Synchronous(clock, deadline=2 * 2.4 + 1.0 + 1e-6, late="partial")
+    trainer, spy = spied(module(), toy_data((24, 24)), [code], loop=loop, local_epochs=3, max_rounds=1)
+    assert {update.client: update.steps for update in spy.updates} == {"0": 6, "1": 6}
+    assert times(trainer) == [pytest.approx(5.8)]
+
+
+class Odd(UpdateCodec):
+    """A code of a length that it does not tell: the entries, as they are."""
+
+    def wire(self, module):
+        return Wire(up={"all": "parameters"})
+
+    def encode(self, client, update):
+        update.extras[self.key], update.state = {"all": update.state}, {}
+
+    def decode(self, server, message, update):
+        return update.extras[self.key]["all"]
+
+
+def test_a_code_of_unknown_length_is_told_of_once():
+    loop = Synchronous(VirtualClock(SampleSpeed(0.1)), deadline=5.0, late="partial")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        federate(Toy(), toy_data((24, 16)), [Odd()], loop=loop, local_epochs=3)
+    assert [str(one.message)[:24] for one in caught if "late='partial'" in str(one.message)] == [
+        "How many bytes Odd sends"
+    ]
+
+
+@pytest.mark.parametrize("quiet", ["drop", "no time at all", "fails"])
+def test_a_late_client_whose_work_was_not_planned_is_not_told_of(quiet):
+    """One that drops out anyway, for which even one epoch is too much, or that has failed."""
+    size = sum(value.numel() * 4 for value in Toy().state_dict().values())
+    clock = VirtualClock(
+        SampleSpeed(0.1, slowdown={"0": 9.0 if quiet == "no time at all" else 1.0}), FixedLink(up=size / 2)
+    )
+    loop = Synchronous(clock, deadline=7.5, late="drop" if quiet == "drop" else "partial")
+    others = [Fails()] if quiet == "fails" else []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        federate(Toy(), toy_data((24, 4)), [SCAFFOLD(), *others], loop=loop, local_epochs=3, max_rounds=1)
+    assert not [one for one in caught if "Client '0' did as much as was in time" in str(one.message)]
+
+
+class Fails(FederatedCallback):
+    """Client 0 does not get through."""
+
+    def on_visit_start(self, client):
+        if client.id == "0":
+            raise RuntimeError("gone")
 
 
 def test_the_first_updates_suffice():
