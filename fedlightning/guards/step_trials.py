@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -193,42 +193,43 @@ MOST_CLIENTS = 3
 """Clients that are tried before a step counts as one that fails for everybody."""
 USUAL = {"running_mean", "running_var", "num_batches_tracked", "_u", "_v"}
 """Last names of buffers that are known to be right as they are combined: statistics of normalisation, spectral norms."""
+Entries = tuple[set[str], State]
+"""Names of a model's entries, and those of its buffers whose meaning is not known by their names."""
 
 
 # -- a step ------------------------------------------------------------------------------------------------------------
 class OneBatchDone(ControlFlow):
-    """Ends a fit or an evaluation after its first batch.
+    """Ends a fit after its first batch.
 
     Args:
         monitors: Metrics that the fit's learning-rate schedulers follow.
         visit: What the fit did.
+        entries: Names of the model's entries, and its buffers, as the batch left them.
     """
 
-    def __init__(self, monitors: Sequence[str] = (), visit: VisitCallback | None = None) -> None:
+    def __init__(self, monitors: Sequence[str], visit: VisitCallback, entries: Entries) -> None:
         super().__init__()
-        self.monitors, self.visit = list(monitors), visit
+        self.monitors, self.visit, self.entries = list(monitors), visit, entries
         self.changed: list[str] = []
         self.refusal: str | None = None
 
 
 class StopAfterOne(Callback):
-    """Ends a fit after its first batch, of which the module sees the end.
+    """Ends a fit after its first batch; the module sees the end of it and of the epoch, where errors count if `strict`."""
 
-    Args:
-        epoch: The module sees the end of the epoch, too: it may log there.
-    """
-
-    def __init__(self, epoch: bool = False) -> None:
-        self.epoch = epoch
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         pl_module.on_train_batch_end(*args)
-        if self.epoch:
-            pl_module.on_train_epoch_end()
         following = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.strict]
         visit = next(callback for callback in trainer.callbacks if isinstance(callback, VisitCallback))  # type: ignore[attr-defined]
         visit.check_moves()
-        raise OneBatchDone([config.monitor for config in following if config.monitor is not None], visit)
+        monitors = [config.monitor for config in following if config.monitor is not None]
+        done = OneBatchDone(monitors, visit, _entries(pl_module))
+        with nullcontext() if self.strict else suppress(Exception, ControlFlow):  # one batch is not a whole epoch
+            pl_module.on_train_epoch_end()
+        raise done
 
 
 @dataclass(frozen=True)
@@ -292,7 +293,7 @@ class StepTrial(PlainTask):
                         if self.listen or not stepped:
                             raise
         except OneBatchDone as done:
-            if done.visit is not None and done.visit.unseen:
+            if done.visit.unseen:
                 refuse_unseen(runner.callbacks, module, done.visit, runner.settings.unit)
             return StepFinding(True, done.refusal, sorted(names) if self.listen else done.monitors, done.changed)
         return StepFinding(names=sorted(names))
@@ -300,18 +301,18 @@ class StepTrial(PlainTask):
     def _train(self, runner: ClientRuntime, module: LightningModule, loader: DataLoader[Any]) -> None:
         alone = runner.beside(runner.blueprint.without_callbacks([StopAfterOne(self.listen)]))
         while True:
-            before, names, attributes = _buffers(module), {*module_state(module)}, values_of(module)
+            before, attributes = _entries(module), values_of(module)
             try:
                 self._fit(alone, module, loader)
             except FastLoopRefused as reason:
                 alone.loop.give_up(str(reason))
                 module = runner.blueprint.build(self.client)
             except OneBatchDone as done:
-                after = _buffers(module)
-                done.refusal = _other_shapes(module, names, before, after)
-                done.changed = [name for name, value in after.items() if not is_same(value, before.get(name))]
-                if not self.listen and done.refusal is None:
-                    done.changed += self._taken_up(alone, attributes, values_of(module), loader)
+                done.refusal = _other_shapes(module, before, done.entries)
+                if done.refusal is None:
+                    buffers = _entries(module)[1].items()
+                    done.changed = [name for name, value in buffers if not is_same(value, before[1].get(name))]
+                    done.changed += [] if self.listen else self._taken_up(alone, attributes, values_of(module), loader)
                 detached(module)
                 raise
             else:
@@ -372,19 +373,19 @@ def _noting(losses: StepLosses) -> Iterator[list[bool]]:
         del losses.add
 
 
-def _buffers(module: LightningModule) -> State:
-    """Return copies of the buffers of a module's state whose meaning is not known by their names."""
-    entries = module_state(module)
-    names = [name for name, _ in module.named_buffers() if name in entries and name.rpartition(".")[2] not in USUAL]
-    return clone(select(entries, names), "cpu")
+def _entries(module: LightningModule) -> Entries:
+    state = module_state(module)
+    names = [name for name, _ in module.named_buffers() if name in state and name.rpartition(".")[2] not in USUAL]
+    return {*state}, clone(select(state, names), "cpu")
 
 
-def _other_shapes(module: LightningModule, names: set[str], before: State, after: State) -> str | None:
+def _other_shapes(module: LightningModule, entries: Entries, entries_after: Entries) -> str | None:
     """Return the refusal of entries that training adds or removes, and of a buffer whose shape it changes.
 
     The server's model and those of all clients have the same.
     """
-    for name in sorted({*module_state(module)} ^ names):
+    (names, before), (names_after, after) = entries, entries_after
+    for name in sorted(names ^ names_after):
         return (
             f"Training adds or removes '{name}' of {user_class(module).__name__}, and models have the server's entries. "
             "Make all of them in __init__ or configure_model()."

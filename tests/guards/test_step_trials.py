@@ -370,6 +370,76 @@ def test_of_attributes_that_a_visit_makes_itself_nothing_is_said():
     assert not [one for one in told if "begins with the first value" in str(one.message)]
 
 
+class AnnealsByEpoch(Toy):
+    """An attribute that the end of an epoch changes, which goes on with what the last one left."""
+
+    def __init__(self):
+        super().__init__()
+        self.beta = 0.0
+
+    def training_step(self, batch, batch_idx):
+        return (1 + self.beta) * super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.beta += 0.1
+
+
+@pytest.mark.parametrize("loop", ["auto", "trainer"])
+def test_what_the_end_of_an_epoch_takes_up_is_told(loop):
+    with pytest.warns(UserWarning, match=r"Steps of AnnealsByEpoch take 'beta' up where"):
+        federate(AnnealsByEpoch(), toy_data((8, 16)), sanity_check=True, local_loop=loop)
+
+
+class SumsByEpoch(Toy):
+    """Sums that the end of an epoch empties, and a buffer that holds all samples of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.outputs = 0.0, []
+        self.register_buffer("bank", torch.zeros(8, FEATURES))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.total += loss.item()
+        self.outputs.append(batch[0])
+        return loss
+
+    def on_train_epoch_end(self):
+        self.bank = torch.cat(self.outputs)
+        self.total = 0.0
+        self.outputs.clear()
+
+
+@pytest.mark.parametrize("loop", ["auto", "trainer"])
+def test_what_the_end_of_an_epoch_begins_anew_is_not_taken_up(loop):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        federate(SumsByEpoch(), toy_data((8, 8)), sanity_check=True, local_loop=loop)
+    messages = [str(one.message) for one in told]
+    assert not [text for text in messages if "begins with the first value" in text]
+    assert [text for text in messages if "'bank' is averaged over the clients" in text]
+
+
+class NeedsWholeEpoch(Toy):
+    """Its end of an epoch cannot do with one batch."""
+
+    def on_train_epoch_start(self):
+        self.batches = 0
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.batches += 1
+
+    def on_train_epoch_end(self):
+        if self.batches < 2:
+            raise RuntimeError("one batch")
+
+
+def test_an_end_of_an_epoch_that_one_batch_fails_is_no_error():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        federate(NeedsWholeEpoch(), toy_data((16, 16)), sanity_check=True)
+
+
 def test_trying_an_attribute_changes_no_bit():
     def trained(sanity):
         torch.manual_seed(0)
