@@ -193,7 +193,7 @@ def test_a_late_client_whose_work_was_not_planned_is_not_told_of(quiet):
     clock = VirtualClock(
         SampleSpeed(0.1, slowdown={"0": 9.0 if quiet == "no time at all" else 1.0}), FixedLink(up=size / 2)
     )
-    loop = Synchronous(clock, deadline=7.5, late="drop" if quiet == "drop" else "partial")
+    loop = Synchronous(clock, deadline=10.0, late="drop" if quiet == "drop" else "partial")
     others = [Fails()] if quiet == "fails" else []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
