@@ -27,7 +27,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.second_model import SecondModel, refuse_closures
 from fedlightning.ranges import Instance, NonNegativeFloat, Share, make_init, needs
-from fedlightning.tensors import clone, entry_kinds, interpolate, load_state, module_state, widen
+from fedlightning.tensors import clone, entry_kinds, interpolate, is_same, load_state, module_state, widen
 from fedlightning.wrappers import mix_logits, personal_gradients, uses_forward
 from fedlightning.wrappers.follow import follow
 
@@ -106,15 +106,15 @@ class ParameterMixture(SecondModel):
         return {"v": kept["v"], "alpha": self.alpha, **kept}
 
     def deployed(self, module: LightningModule) -> LightningModule:
-        """Put `vbar` into the parameters of `module`, which holds `w`, and `v`'s buffers; nothing changes at `a = 0`."""
+        """Put `vbar` into `module`, which holds `w`, and what else training `v` has moved; nothing changes at `a = 0`."""
         if self.alpha == 0.0:
             return module
         w, v = module_state(module), module_state(self.twin)
         kinds = entry_kinds(module)
         trainable = [name for name, kind in kinds.items() if kind == "trainable"]
-        buffers = [name for name, kind in kinds.items() if kind.endswith("buffer")]
+        moved = [name for name, kind in kinds.items() if kind != "trainable" and not is_same(w[name], v[name])]
         mixed = interpolate({n: v[n] for n in trainable}, {n: w[n] for n in trainable}, self.alpha)
-        load_state(module, {**clone(mixed), **{name: v[name] for name in buffers}})
+        load_state(module, {**clone(mixed), **{name: v[name] for name in moved}})
         return module
 
 
@@ -194,8 +194,8 @@ class APFL(Stackable):
       `vbar` of before the step (as in the paper) and clipped like that of `w`.
     * On the first batch of a round, `a <- clip_[0,1](a - eta_a <v - w, grad f(vbar)>)`.
 
-    Deployed: `vbar` with the received `w` (stage L1) or the last local one (L2), and the buffers that training `v` has
-    moved at `vbar` (with `a = 0` those of `w`).
+    Deployed: `vbar` with the received `w` (stage L1) or the last local one (L2), and the buffers and frozen parameters (a
+    momentum encoder) that training `v` has moved at `vbar` (with `a = 0` those of `w`).
 
     FedProx, SCAFFOLD and server optimizers act on `w` only: they are about the model that travels, while `v` is meant to
     drift, held by `a`. Layers that another callback keeps at home (FedPer, FedBN) train in `w` like the others and are

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -39,8 +40,8 @@ class FedSAM(FederatedCallback):
     A step costs two forward and two backward passes, and counts as one. Terms of other callbacks in the loss belong to
     ``f``; what they add to gradients is added to ``gs``, which is clipped then. Fits that another method has beside the
     federated one (Ditto's personal model) step as usual. Accumulated batches make one ``g`` and one ``gs``. The second
-    pass leaves running statistics and logged values alone. A step whose ``g`` is not finite is left as it is; under fp16
-    one whose ``gs`` alone is not goes on with ``g``, since the scaler has judged that.
+    pass leaves running statistics, attributes and logged values alone. A step whose ``g`` is not finite is left as it is;
+    under fp16 one whose ``gs`` alone is not goes on with ``g``, since the scaler has judged that.
 
     Args:
         rho: Length of the perturbation ``e``. Default 0.1 (authors, CIFAR-10; they use 0.7 with `adaptive`). 0 is FedAvg.
@@ -73,7 +74,13 @@ class FedSAM(FederatedCallback):
     weighting: WeightingName | None = None
 
     def check(self, setup: Setup) -> None:
-        """Warn of gradients that the module changes after its own backward pass."""
+        """Warn of steps that go on from one another, and of gradients that are changed after the backward pass."""
+        if self.rho > 0.0 and _goes_on(setup):
+            setup.warn(
+                f"A training step of {type(setup.template).__name__} goes on from what the one before has left (a hidden "
+                "state, a queue), and FedSAM's second pass through a batch from what the first has left: its gradient is "
+                "of another loss. Let steps begin anew, or leave FedSAM out."
+            )
         if self.rho > 0.0 and setup.first_step().clips == "on_after_backward":
             setup.warn(
                 f"{type(setup.template).__name__}.on_after_backward changes gradients of its own backward pass, and FedSAM "
@@ -148,6 +155,14 @@ class FedSAM(FederatedCallback):
         if trainer.world_size == 1:
             return total
         return {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in total.items()}
+
+
+def _goes_on(setup: Setup) -> bool:
+    """Return whether the same step on the same batch with the same draws gives another loss the second time."""
+    batch = setup.data.first_batch()
+    with suppress(Exception):  # of the user's code: a step that fails is refused where all steps are tried
+        return batch is not None and not probes.repeats(setup.module, batch)
+    return False
 
 
 class _Pass(NamedTuple):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Accuracy, MetricCollection
 
 import fedlightning
+from fedlightning.callbacks import APFL, Ditto, pFedMe
 from fedlightning.errors import ConfigurationError
 from tests.helpers import CLASSES, FEATURES, Toy, make_trainer, mostly_slow, same, toy_data
 
@@ -153,10 +154,32 @@ class Clips(Toy):
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
 
-IDIOMS = [Gan, Metrics, Warmup, Horizon, Late, Spectral, Shared, Buffers, Clips]
+class Scripted(Toy):
+    """A part compiled by torch.jit.script."""
+
+    def make(self, hidden, dropout):
+        first = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU())
+        return nn.Sequential(torch.jit.script(first), nn.Linear(8, CLASSES))
 
 
-@pytest.mark.parametrize("kind", mostly_slow(IDIOMS, (Gan, Warmup, Buffers, Shared)), ids=lambda kind: kind.__name__)
+class Unrolled(Toy):
+    """Keeps its hidden state with its graph, and cuts it off in the next step."""
+
+    hidden = None
+
+    def training_step(self, batch, batch_idx):
+        before = 0.0 if self.hidden is None else self.hidden[0].detach()
+        logits = self(batch[0] + before)
+        self.hidden = (logits.mean() * batch[0].mean(0), {"logits": logits})
+        return F.cross_entropy(logits, batch[1])
+
+
+IDIOMS = [Scripted, Unrolled, Gan, Metrics, Warmup, Horizon, Late, Spectral, Shared, Buffers, Clips]
+
+
+@pytest.mark.parametrize(
+    "kind", mostly_slow(IDIOMS, (Scripted, Gan, Warmup, Buffers, Shared)), ids=lambda kind: kind.__name__
+)
 def test_both_loops_and_the_checkpoint_agree(kind, tmp_path):
     torch.manual_seed(0)
     module, found = kind(), {}
@@ -169,6 +192,13 @@ def test_both_loops_and_the_checkpoint_agree(kind, tmp_path):
     opened = fedlightning.load(trainer.run.path / "checkpoints" / "global.ckpt", module)
     for name, value in trainer.module().state_dict().items():
         assert torch.equal(opened.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("callback", [Ditto(), APFL(), pFedMe()], ids=lambda one: one.key)
+def test_what_steps_keep_with_its_graph_hinders_no_method_that_copies_the_module(callback):
+    trainer = make_trainer(None, [callback], max_rounds=2)
+    trainer.fit(Unrolled(), toy_data([20, 28]))
+    assert trainer.rounds_done == 2 and trainer.rows and not trainer.server.failures
 
 
 class Sample(NamedTuple):

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fedlightning.algorithm import Client, Setup, State, probes
 from fedlightning.tensors import clone, first_nonfinite, load_state, module_state
 from fedlightning.tensors.entries import optimizers_in
+from fedlightning.wrappers import user_class
 
 
 class SecondModel:
@@ -33,11 +34,13 @@ class SecondModel:
     entry = "v"
 
     def __init__(self, client: Client, key: str, twin: LightningModule) -> None:
-        self.client, self.twin = client, twin
+        self.client, self.key, self.twin = client, key, twin
         self.saved: dict[str, Any] = client.state.get(key, {})
         if self.entry in self.saved:
             load_state(self.twin, self.saved[self.entry])
         self.gradients: State = {}
+        self._before: tuple[State, State] = {}, {}
+        self._has_stepped = False
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Move it to the device, make its optimizer, and follow the optimizer of the module."""
@@ -49,12 +52,26 @@ class SecondModel:
             self.optimizer.load_state_dict(copy.deepcopy(self.saved["optimizer"]))  # which does not copy the tensors
         self.parameters = {n: p for n, p in self.twin.named_parameters() if p.requires_grad}
         self.handle = trainer.optimizers[0].register_step_post_hook(lambda *_: self.step())
+        self._before = probes.followers(module), probes.followers(self.twin)
 
     def stop(self) -> None:
-        """Let go of the trainer."""
+        """Let go of the trainer.
+
+        Raises:
+            ValueError: If hooks of the module have moved frozen parameters, which this model has where they were.
+        """
+        module = self.module
         self.handle.remove()
         self.twin.trainer = None
         del self.trainer, self.module
+        (before, own_before), self._before = self._before, ({}, {})
+        standing = sorted((_moved(module, before) & own_before.keys()) - _moved(self.twin, own_before))
+        if standing and self._has_stepped:
+            raise ValueError(
+                f"Training moves '{standing[0]}' of {user_class(module).__name__}, a frozen parameter, in a hook such as "
+                f"on_train_batch_end. {self.key} trains a second model beside the module, and Lightning calls no hooks of "
+                "that one, so that it would train with what nothing moves. Move it in training_step, or use Ditto"
+            )
 
     @torch.no_grad()
     def accumulate(self, batch: Any, batch_idx: int) -> None:
@@ -92,6 +109,7 @@ class SecondModel:
             self.twin.configure_gradient_clipping(self.optimizer, clip, how)
             self.follow_schedule(self.trainer.optimizers[0])
             self.optimizer.step()
+            self._has_stepped = True
         self.gradients = {}
 
     def follow_schedule(self, main: Optimizer) -> None:
@@ -116,6 +134,12 @@ class SecondModel:
         if self.client.keeps_optimizers:
             kept["optimizer"] = move_data_to_device(self.optimizer.state_dict(), "cpu")
         return kept
+
+
+def _moved(module: LightningModule, before: State) -> set[str]:
+    return {
+        name for name, entry in module.named_parameters() if name in before and not torch.equal(entry, before[name])
+    }
 
 
 def refuse_closures(setup: Setup, owner: str) -> None:

@@ -45,6 +45,7 @@ from fedlightning.client.trainer_context import (
     phase_address,
     select_active_callbacks,
 )
+from fedlightning.compat.lazy_clones import copy_module
 from fedlightning.compat.lightning_runs import quiet, trainer_of
 from fedlightning.compat.system import file_name_of
 from fedlightning.contract import FederatedCallback, Phase, TrainingData
@@ -107,7 +108,7 @@ def configured(module: LightningModule) -> Any:
     """Return what `configure_optimizers` gives for a copy of a module, as it is."""
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return copy.deepcopy(module).configure_optimizers()
+        return copy_module(module).configure_optimizers()
 
 
 def schedulers_in(value: Any) -> list[LRScheduler]:

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from fedlightning.compat.lazy_clones import LEAST_SHARED, lazy_clone
 from fedlightning.datamodules.sampling import KINDS, set_state, state_of
 from fedlightning.errors import INSIDE, warn
 
@@ -51,6 +52,9 @@ class Kept:
 
     Args:
         module: The module.
+        of_step: Only what a step changes, at the price of a step: objects of the user's classes and functions are not looked
+            into, and frozen parameters that a step may move (:func:`moved_by_steps`) are kept too.
+        buffers: Keep buffers.
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -64,17 +68,22 @@ class Kept:
         ([1], False)
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._records: list[tuple[PutBack, Any, Any, str]] = []
+    def __init__(self, module: nn.Module, of_step: bool = False, buffers: bool = True) -> None:
+        self._of_step = of_step
+        moved = moved_by_steps(module) if of_step else []
+        self._records: list[tuple[PutBack, Any, Any, str]] = [
+            (_parameter, entry, lazy_clone(entry), "a frozen parameter") for entry in moved
+        ]
         # the objects too, so that no other one gets the id of one that is gone; faster than `module.parameters()`
+        left_out = ("_parameters",) if buffers else ("_parameters", "_buffers")
         self._entries_by_id = {
-            id(entry): entry for part in module.modules() for entry in vars(part)["_parameters"].values()
+            id(entry): entry for part in module.modules() for kind in left_out for entry in vars(part)[kind].values()
         }
         self._uncopied: list[str] = []
         self._waiting: list[tuple[Any, str]] = [(module, "")]
         while self._waiting:
             self._look_into(*self._waiting.pop())
-        if self._uncopied and type(module) not in _named:
+        if self._uncopied and not of_step and type(module) not in _named:
             _named.add(type(module))
             warn(
                 f"{type(module).__name__} keeps {', '.join(sorted(set(self._uncopied)))}, {UNCOPIED}. It goes on "
@@ -100,7 +109,7 @@ class Kept:
                     self._records.append((_contents, entries, dict(entries), f"an entry of {kind}"))
             if isinstance(value, LightningModule):
                 self._wait((value.hparams,), f"{kind}.hparams")
-            for name in HOOKS:
+            for name in () if self._of_step else HOOKS:
                 if attributes[name]:
                     self._wait(attributes[name].values(), f"a hook of {kind}")
         elif isinstance(value, Tensor):
@@ -122,6 +131,8 @@ class Kept:
             self._wait(value.values() if isinstance(value, dict) else value, place)
             if hasattr(value, "__dict__"):  # of a class made from a container
                 self._note(value, place)
+        elif self._of_step:
+            return
         elif isinstance(value, partial):
             self._wait((value.func, value.args, value.keywords), place)
         elif isinstance(value, (MethodType, BuiltinFunctionType)):
@@ -211,6 +222,13 @@ def _tensor(tensor: Tensor, before: Tensor) -> bool:
     return True
 
 
+def _parameter(parameter: Tensor, before: Tensor) -> bool:
+    if torch.equal(parameter, before):
+        return False
+    parameter.data.copy_(before)  # a graph that is alive may have saved it
+    return True
+
+
 def _array(array: Any, before: Any) -> bool:
     is_other = array.tobytes() != before.tobytes()
     array[...] = before
@@ -248,6 +266,24 @@ def _is_users(kind: Any) -> bool:
 @lru_cache(maxsize=1024)
 def _users_classes(kind: type) -> tuple[type, ...]:
     return tuple(filter(_is_users, kind.__mro__))
+
+
+def moved_by_steps(module: nn.Module) -> list[nn.Parameter]:
+    """Return the frozen parameters that a step may move by itself: those that follow a trained one, and small ones.
+
+    A momentum encoder and a mean teacher have the shapes of what they follow. A frozen network below adapters or a head has
+    not, as a rule, and may be too large to be copied in every step.
+
+    Example:
+        >>> followed, follower, frozen = nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 700)
+        >>> _ = follower.requires_grad_(False), frozen.requires_grad_(False)
+        >>> [tuple(entry.shape) for entry in moved_by_steps(nn.Sequential(followed, follower, frozen))]
+        [(300, 300), (300,), (700,)]
+    """
+    parameters = [entry for entry in module.parameters() if entry.layout == torch.strided and not entry.is_meta]
+    trained = {entry.shape for entry in parameters if entry.requires_grad}
+    frozen = (entry for entry in parameters if not entry.requires_grad)
+    return [entry for entry in frozen if entry.shape in trained or entry.nbytes < LEAST_SHARED]
 
 
 # -- numbers and tensors -----------------------------------------------------------------------------------------------

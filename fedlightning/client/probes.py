@@ -1,7 +1,8 @@
 """Losses and gradients at given parameters, outside the optimizer's loop, without a trace.
 
-Every probe mutes the module's logging and metrics, restores its buffers, and draws its randomness from its own address.
-So a run with a probe and one without train the same model.
+Every probe mutes the module's logging and metrics, restores what a step changes beside what trains (buffers, attributes, a
+momentum encoder), and draws its randomness from its own address. So a run with a probe and one without train the same
+model.
 
 Outputs of a module over a loader, of teachers and of predictions that travel, are taken in the same way.
 """
@@ -21,7 +22,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedlightning.compat.lightning_runs import takes_index
+from fedlightning.client.kept import Kept, moved_by_steps
+from fedlightning.compat.lazy_clones import lazy_clone
+from fedlightning.compat.lightning_runs import detached_copy, takes_index
 from fedlightning.datamodules.public import PairedBatch
 from fedlightning.seeding import isolated
 from fedlightning.tensors import State, clone, dense, load_state, module_state
@@ -69,10 +72,52 @@ def training_loss(module: LightningModule, batch: Any, batch_idx: int = 0) -> Te
 def probing(
     module: LightningModule, precision: Precision, *seed: object, update_buffers: bool = False
 ) -> Iterator[None]:
-    """Within the block, a module may run without a trace: muted, buffers restored, randomness addressed."""
-    buffers = nullcontext() if update_buffers else frozen_buffers(module)
-    with isolated(*seed), muted(module), buffers, precision.train_step_context():
+    """Within the block, a module may run without a trace: muted, what it keeps restored, randomness addressed.
+
+    Args:
+        module: The module.
+        precision: That of training.
+        *seed: Address of the randomness.
+        update_buffers: Let its buffers move, and all else that its steps keep: it trains.
+    """
+    restored = nullcontext() if update_buffers else untouched(module)
+    with isolated(*seed), muted(module), restored, precision.train_step_context():
         yield
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Within the block steps of a module may run: what they change of it beside what trains is put back afterwards.
+
+    Example:
+        >>> module = nn.BatchNorm1d(1)
+        >>> with untouched(module):
+        ...     _ = module(torch.ones(3, 1))
+        ...     module.seen = 3
+        >>> module.running_mean, hasattr(module, "seen")
+        (tensor([0.]), False)
+    """
+    attributes = Kept(module, of_step=True, buffers=False)
+    try:
+        with frozen_buffers(module):  # on clones: a backward pass may still follow
+            yield
+    finally:
+        attributes.put_back()
+
+
+def followers(module: nn.Module) -> State:
+    """Return copies of the frozen parameters that may follow trained ones, as a mean teacher's do, by name."""
+    moved = {id(parameter) for parameter in moved_by_steps(module)}
+    return {name: lazy_clone(entry) for name, entry in module.named_parameters() if id(entry) in moved}
+
+
+def repeats(module: LightningModule, batch: Any) -> bool:
+    """Return whether a training step, taken twice by a copy with the same random draws, gives the same loss."""
+    module, losses = detached_copy(module).train(), list[Tensor]()
+    for _ in range(2):
+        with torch.no_grad(), isolated("twice"), muted(module):
+            losses.append(training_loss(module, move_batch(module, batch)))
+    return torch.equal(*losses)
 
 
 def mean_loss(module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object) -> float:
@@ -208,7 +253,7 @@ def normalisation_statistics(
     momenta = {path: layer.momentum for path, layer in layers.items()}
     count = 0
     try:
-        with evaluating(module), frozen_buffers(module), torch.no_grad():
+        with evaluating(module), untouched(module), torch.no_grad():
             for layer in layers.values():
                 layer.train()
                 layer.reset_running_stats()
@@ -278,7 +323,7 @@ def outputs(
     try:
         module.to(device)
         with (
-            isolated(*seed), evaluating(module), muted(module), frozen_buffers(module), torch.no_grad(),
+            isolated(*seed), evaluating(module), muted(module), untouched(module), torch.no_grad(),
             precision.forward_context(),
         ):  # fmt: skip
             for batch in loader:

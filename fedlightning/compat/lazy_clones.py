@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from collections import deque
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,15 +58,45 @@ def to_read(tensor: Tensor) -> Tensor:
 def copy_module(module: Module) -> Module:
     """Return `copy.deepcopy(module)`, whose large parameters are lazy clones (:func:`lazy_clone`).
 
+    What a step has left in an attribute together with its graph (generated images, hidden states) is copied without it.
+
     Example:
         >>> from torch import nn
         >>> layer = nn.Linear(2, 2)
-        >>> bool((copy_module(layer).weight == layer.weight).all())
-        True
+        >>> layer.seen = layer(torch.ones(1, 2))
+        >>> copied = copy_module(layer)
+        >>> bool((copied.weight == layer.weight).all()), bool((copied.seen == layer.seen).all()), copied.seen.requires_grad
+        (True, True, False)
     """
     memo = {
         id(entry): nn.Parameter(lazy_clone(entry), entry.requires_grad)
         for entry in module.parameters()
         if type(entry) is nn.Parameter and _is_whole(entry)
     }
-    return copy.deepcopy(module, memo)
+    try:
+        copied = copy.deepcopy(module, dict(memo))
+    except RuntimeError:  # deepcopy takes no tensor with a graph
+        results = {id(value): value.detach().clone() for value in _results(module)}
+        if not results:
+            raise
+        copied = copy.deepcopy(module, memo | results)
+    for entry in copied.parameters():
+        if (
+            not entry.is_leaf
+        ):  # torch copies a scripted part together with the graph of copying it, and none could train it
+            entry.detach_().requires_grad_()
+    return copied
+
+
+def _results(module: nn.Module) -> list[Tensor]:
+    """Return the tensors with a graph that a module and its parts have as attributes, or in containers there."""
+    waiting: list[Any] = [value for part in module.modules() for value in vars(part).values()]
+    seen, tensors = set[int](), list[Tensor]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            tensors += [] if value.is_leaf else [value]
+        elif isinstance(value, (dict, list, tuple, set, deque)) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
+    return tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -184,33 +185,23 @@ def test_accumulation_clipping_and_corrections(callbacks, trainer, hand):
         close(update.state, expected, atol=5e-6)
 
 
+SEEN = []
+"""What steps of Noise write down: a pass beside training leaves no trace in the module itself."""
+
+
 class Noise(Toy):
     """Its loss has a random factor, which it writes down."""
 
-    def __init__(self):
-        super().__init__("sgd")
-        self.seen = []
-
     def training_step(self, batch, batch_idx):
         factor = torch.rand(()) + torch.rand(3).sum()
-        self.seen.append((float(factor), batch_idx, batch[0].clone(), module_state(self)["net.0.weight"].clone()))
+        SEEN.append((float(factor), batch_idx, batch[0].clone(), module_state(self)["net.0.weight"].clone()))
         return factor * super().training_step(batch, batch_idx)
 
 
-class Watches(FederatedCallback):
-    """Looks at the model after training, in the client's process."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_send(self, client, update):
-        self.seen += [client.module.seen[:]]
-
-
 def test_both_passes_of_a_step_see_the_same_batch_and_randomness():
-    watches = Watches()
-    federate(Noise(), toy_data([24]), [FedSAM(rho=0.2), watches], max_rounds=1, local_epochs=2)
-    steps = watches.seen[-1][-12:]
+    SEEN.clear()
+    federate(Noise(), toy_data([24]), [FedSAM(rho=0.2)], max_rounds=1, local_epochs=2)
+    steps = SEEN[-12:]
     assert len(steps) == 12 and len({factor for factor, *_ in steps}) == 6
     for (factor, index, x, w), (again, same_index, same_x, perturbed) in zip(steps[::2], steps[1::2], strict=True):
         assert (factor, index) == (again, same_index) and torch.equal(x, same_x)
@@ -360,6 +351,26 @@ class ChangesGradients(Toy):
     def on_after_backward(self):
         for parameter in self.parameters():
             parameter.grad *= 0.5
+
+
+class GoesOn(Toy):
+    """Keeps the mean of a batch for the next one."""
+
+    before = 0.0
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step((batch[0] + self.before, batch[1]), batch_idx)
+        self.before = batch[0].mean(0)
+        return loss
+
+
+def test_a_second_pass_that_would_begin_elsewhere_is_told_of():
+    with pytest.warns(UserWarning, match=r"step of GoesOn goes on from what the one before has left"):
+        federate(GoesOn(), toy_data([8]), [FedSAM()], max_rounds=1, sanity_check=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*goes on from what")
+        for module, rho in ((GoesOn(), 0.0), (Toy(dropout=0.5), 0.1), (NormNet(dropout=0.5), 0.1)):
+            federate(module, toy_data([8]), [FedSAM(rho=rho)], max_rounds=1, sanity_check=True)
 
 
 def test_wrong_use_is_refused_or_warned_of():

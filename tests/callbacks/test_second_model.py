@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fedlightning.callbacks import APFL
 from fedlightning.callbacks.shared.second_model import SecondModel, refuse_closures
+from fedlightning.engines.attempts import FederationError
 from fedlightning.tensors import module_state
-from tests.helpers import Toy, same
+from tests.helpers import Toy, federate, same, toy_data
 
 
 class Ones(SecondModel):
@@ -83,3 +86,50 @@ def test_optimizers_that_ask_again_are_refused():
     refuse_closures(SimpleNamespace(optimizers=[torch.optim.SGD(parameters, 0.1)]), "FLDE")
     with pytest.raises(ValueError, match="FLDE trains a second model by a second LBFGS"):
         refuse_closures(SimpleNamespace(optimizers=[torch.optim.LBFGS(parameters)]), "FLDE")
+
+
+class Teacher(Toy):
+    """Has a mean teacher."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        if self.in_step:
+            self.move()
+        return super().training_step(batch, batch_idx) + (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if not self.in_step:
+            self.move()
+
+    def move(self):
+        with torch.no_grad():
+            for followed, follower in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+                follower.lerp_(followed, 0.5)
+
+
+class MovedInStep(Teacher):
+    in_step = True
+
+
+class MovedByAHook(Teacher):
+    in_step = False
+
+
+def test_what_only_hooks_move_would_stand_still_in_it():
+    with pytest.raises(
+        FederationError, match=r"'teacher\.0\.bias' of MovedByAHook.* APFL trains a second model beside"
+    ):
+        federate(MovedByAHook(), toy_data([8]), [APFL()], max_rounds=1)
+
+
+def test_a_second_model_that_never_steps_may_stand_still():
+    federate(MovedByAHook(), toy_data([8]), [APFL(alpha=0.0, adaptive=False)], max_rounds=1)
+
+
+def test_what_a_step_moves_is_deployed_with_the_model_that_moved_it():
+    trainer = federate(MovedInStep(), toy_data([24, 16]), [APFL(alpha=0.5, adaptive=False)], max_rounds=2)
+    deployed = module_state(trainer.module("0"))
+    assert not torch.equal(deployed["teacher.0.weight"], trainer.server.model["teacher.0.weight"])
