@@ -21,6 +21,7 @@ from fedlightning.datamodules.federated_data import SPLITS
 from fedlightning.engines.attempts import add_site_name
 from fedlightning.engines.contract import Task
 from fedlightning.errors import ConfigurationError, listed, warn
+from fedlightning.guards.begins_anew import CLOCKS
 from fedlightning.guards.composition import changes_of, refuse_combinations
 from fedlightning.guards.preflight_task import DataElsewhere, PreflightTask, StepFinding, ask_callback, make_setup
 from fedlightning.guards.step_trials import StepTrial, StepTrials
@@ -288,12 +289,19 @@ class PreflightQuestions:
             self._trials.check(self.modules)
             for architecture, names in self._trials.changed.items():
                 self._warn_changed_buffers(architecture, names)
-                self._warn_attributes(architecture, names)
+                self._warn_beginnings(architecture, names)
 
-    def _warn_attributes(self, architecture: str, changed: Sequence[str]) -> None:
-        """Say which attributes begin anew in every visit, where a module counts on what earlier steps made of them."""
+    def _warn_beginnings(self, architecture: str, changed: Sequence[str]) -> None:
+        """Say which attributes and clocks begin anew in every visit, where steps go by what earlier ones made of them."""
         module = self.modules[architecture]
-        names = [name for name in changed if name not in module_state(module)]
+        clocks = [f"self.{name}" for name in changed if name in CLOCKS]
+        names = [name for name in changed if name not in CLOCKS and name not in module_state(module)]
+        if clocks and self.server.max_rounds > 1:
+            warn(
+                f"Steps of {user_class(module).__name__} go by {' and '.join(clocks)}, and with optimizer_state='reset' "
+                "every visit of a client begins at 0: what is to come later than a visit is long never does. Set "
+                "optimizer_state='keep', with which clocks, optimizers and schedules go on."
+            )
         if names:
             warn(
                 f"Steps of {user_class(module).__name__} take {listed(map(repr, names))} up where the step before left off, "

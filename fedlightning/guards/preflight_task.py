@@ -47,7 +47,7 @@ class StepFinding:
         refusal: Why the run cannot work, as a sentence; `None` if nothing speaks against it.
         names: Of a step: metrics that schedulers follow; or those that the module logs, where it was listened to.
         said: Of a check: what it warns of; of a training step: buffers that it changes, but for those of normalisation, and
-            attributes that it takes up where the step before left them.
+            attributes and clocks by which it goes and which begin anew in every visit.
         cause: What was raised, where that is in this process.
     """
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm  # no public name for all of them
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
@@ -43,6 +42,7 @@ from fedlightning.datamodules.views import samples_at
 from fedlightning.engines.contract import Engine, PlainTask
 from fedlightning.errors import ConfigurationError, ControlFlow, listed, warn
 from fedlightning.fast.log_sheet import FastLoopRefused
+from fedlightning.guards.begins_anew import Clock, followed, taken_up, watch_clock
 from fedlightning.guards.preflight_task import StepFinding
 from fedlightning.guards.trial_failure import step_failure
 from fedlightning.seeding import isolated
@@ -301,7 +301,7 @@ class StepTrial(PlainTask):
     def _train(self, runner: ClientRuntime, module: LightningModule, loader: DataLoader[Any]) -> None:
         alone = runner.beside(runner.blueprint.without_callbacks([StopAfterOne(self.listen)]))
         while True:
-            before, attributes = _entries(module), values_of(module)
+            before, attributes, clock = _entries(module), values_of(module), watch_clock(module)
             try:
                 self._fit(alone, module, loader)
             except FastLoopRefused as reason:
@@ -312,7 +312,7 @@ class StepTrial(PlainTask):
                 if done.refusal is None:
                     buffers = _entries(module)[1].items()
                     done.changed = [name for name, value in buffers if not is_same(value, before[1].get(name))]
-                    done.changed += [] if self.listen else self._taken_up(alone, attributes, values_of(module), loader)
+                    done.changed += [] if self.listen else self._begins_anew(alone, loader, attributes, module, clock)
                 detached(module)
                 raise
             else:
@@ -329,26 +329,18 @@ class StepTrial(PlainTask):
             visitor.scratch.clear()  # it ends in a cycle with its trainer, and is as large as a model
             raise
 
-    def _taken_up(self, alone: ClientRuntime, before: Values, after: Values, loader: DataLoader[Any]) -> list[str]:
-        """Return the attributes that a step takes up where the last one left them, as it does not do with a sum of its own.
+    def _begins_anew(
+        self, alone: ClientRuntime, loader: DataLoader[Any], before: Values, trained: LightningModule, clock: Clock
+    ) -> list[str]:
+        """Return the attributes and clocks by which a step goes, and which begin anew in every visit."""
 
-        The same step, from the same model, leaves another value of these if it begins with the value that it left before.
-        """
-        changed = {name: value for name, value in after.items() if not is_same(value, before.get(name))}
-        if not changed:
-            return []
-        module = alone.blueprint.build(self.client)
-        for name, value in changed.items():
-            part, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(part), attribute, value.clone() if isinstance(value, Tensor) else value)
-        again = changed
-        with suppress(Exception, FastLoopRefused):  # the user's code has a step behind it that it does not know of
-            try:
+        def step(module: LightningModule) -> None:
+            with suppress(OneBatchDone):
                 self._fit(alone, module, loader)
-            except OneBatchDone:
-                again = values_of(module)
-        detached(module)
-        return sorted(name for name, value in changed.items() if not is_same(value, again.get(name)))
+
+        build = partial(alone.blueprint.build, self.client)
+        clocks = followed(build, step, trained, clock) if alone.settings.optimizer_state == "reset" else []
+        return taken_up(build, step, before, values_of(trained)) + clocks
 
     def lost(self, reason: str) -> StepFinding:
         """An answer that says why the step could not be tried."""
@@ -447,7 +439,7 @@ class StepTrials:
         self.engine, self.splits, self.findings_by_trial = engine, splits, findings_by_trial
         self.blueprint = engine.runner.blueprint
         self._first_steps: dict[str, FirstStep] = {}
-        self.changed: dict[str, list[str]] = {}  # by architecture: buffers and attributes that a training step changes
+        self.changed: dict[str, list[str]] = {}  # by architecture: what a training step changes or goes by
 
     def check(self, modules: Mapping[str, LightningModule]) -> None:
         """Run one batch of every step on copies; refuse layers that come late, and metrics that nobody logs.
