@@ -63,9 +63,9 @@ def _only(module: nn.Module, configured: Any) -> Optimizer:
         return _only(module, configured[0])
     if not isinstance(configured, Optimizer):
         raise ValueError(
-            f"configure_optimizers of {user_class(module).__name__} returns more than one optimizer, and two models that "
-            "learn from each other take one step together. Return one optimizer without a schedule (lr_decay of the trainer "
-            "lowers learning rates from round to round)."
+            f"configure_optimizers of {user_class(module).__name__} returns a schedule or more than one optimizer, and two "
+            "models that learn from each other take one step together. Return one optimizer without a schedule (lr_decay of "
+            "the trainer lowers learning rates from round to round)."
         )
     return configured
 
