@@ -207,7 +207,7 @@ def make_blueprint(options: TrainerOptions, model: LightningModule, run: RunFold
     a = options.arguments
     refuse_requeued(Path.cwd() if run is None else run.path)
     for module in map(model.model, model.models) if isinstance(model, ClientModels) else [model]:
-        check_keeping(configured_callbacks(module), options.optimizer_state)
+        check_keeping(configured_callbacks(module), a, options.optimizer_state)
     settings = LocalSettings(
         seed=a["seed"].run,
         max_rounds=options.max_rounds,

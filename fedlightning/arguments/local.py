@@ -58,9 +58,18 @@ def _check_numbers(callback: FederatedCallback) -> None:
                 raise ConfigurationError(f"{callback.key} has {name}={value}; it must be finite.")
 
 
-def check_keeping(callbacks: Iterable[Callback], optimizer_state: str) -> None:
-    """Refuse averages of weights that would go on from visit to visit; say what an EarlyStopping that goes on does."""
+def check_keeping(callbacks: Iterable[Callback], arguments: Mapping[str, Any], optimizer_state: str) -> None:
+    """Refuse averages of weights that would go on from visit to visit; say what goes on or begins anew for nothing."""
+    epochs = math.inf if arguments["local_steps"] is not None else arguments["local_epochs"] or 1
     for item in callbacks:
+        late = {name: number for name, number in _epochs_of(item).items() if number - ("every" in name) >= epochs}
+        if late and optimizer_state == "reset" and arguments["max_rounds"] > 1:
+            name, number = next(iter(late.items()))
+            warn(
+                f"{type(item).__name__} has {name}={number}, and epochs begin at 0 in every visit of a client, which has "
+                f"{epochs} (optimizer_state='reset'): that one never comes. Set optimizer_state='keep', with which epochs go "
+                "on, or count those of a visit."
+            )
         if isinstance(item, EarlyStopping):
             warn(
                 f"{type(item).__name__} ends visits, and what it has seen of '{item.monitor}' goes on from visit to visit: "
@@ -72,6 +81,16 @@ def check_keeping(callbacks: Iterable[Callback], optimizer_state: str) -> None:
                 f"{type(item).__name__} averages the weights of one fit, but optimizer_state='keep' makes one fit of all "
                 "visits, between which the server's model replaces the weights. Use optimizer_state='reset', or leave it out."
             )
+
+
+def _epochs_of(callback: Callback) -> dict[str, int]:
+    """Return the last epoch that each option of a Lightning callback names."""
+    epochs: dict[str, int] = {}
+    for name, value in vars(callback).items():
+        numbers = [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
+        if "epoch" in name and not name.startswith("_") and numbers:
+            epochs[name] = max(numbers)
+    return epochs
 
 
 def ordinary_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:

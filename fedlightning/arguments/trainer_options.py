@@ -55,7 +55,7 @@ class TrainerOptions:
         federated = CallbackList([item for item in everything if isinstance(item, FederatedCallback)])
         ordinary = ordinary_callbacks(everything)
         optimizer_state = optimizer_state_of(federated.callbacks, arguments["optimizer_state"])
-        check_keeping(ordinary, optimizer_state)
+        check_keeping(ordinary, arguments, optimizer_state)
         max_rounds = 1 if arguments["fast_dev_run"] else arguments["max_rounds"]
         loop = loop if isinstance(loop, Loop) else Synchronous()
         return cls(arguments, federated, ordinary, optimizer_state, loop, max_rounds)

@@ -6,9 +6,10 @@ import warnings
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EMAWeightAveraging, GradientAccumulationScheduler
 
 from fedlightning.guards.begins_anew import watch_clock
-from tests.helpers import Toy, federate, global_state, same, toy_data
+from tests.helpers import Toy, federate, global_state, make_trainer, same, toy_data
 
 
 class Anneals(Toy):
@@ -126,3 +127,33 @@ def test_a_watched_module_reads_its_clock_as_before():
     assert (module.current_epoch, module.global_step, clock.reads) == (0, 0, {"current_epoch", "global_step"})
     clock.ahead = 5
     assert (module.current_epoch, module.global_step) == (5, 5)
+
+
+class Records(Callback):
+    """Somebody's own."""
+
+    def __init__(self, every_n_epochs=1, last_epoch=None):
+        self.every_n_epochs, self.last_epoch = every_n_epochs, last_epoch
+
+
+@pytest.mark.parametrize(
+    ("callback", "options", "text"),
+    [
+        (BackboneFinetuning(2), {}, "BackboneFinetuning has unfreeze_backbone_at_epoch=2"),
+        (GradientAccumulationScheduler({0: 1, 1: 2}), {}, "GradientAccumulationScheduler has epochs=1"),
+        (EMAWeightAveraging(update_starting_at_epoch=3), {"local_epochs": 3}, "has update_starting_at_epoch=3"),
+        (Records(every_n_epochs=3), {"local_epochs": 2}, "Records has every_n_epochs=3"),
+        (BackboneFinetuning(2), {"local_epochs": 3}, None),
+        (BackboneFinetuning(2), {"max_rounds": 1}, None),
+        (BackboneFinetuning(2), {"optimizer_state": "keep"}, None),
+        (BackboneFinetuning(2), {"local_steps": 3}, None),  # epochs are not known
+        (GradientAccumulationScheduler({0: 2}), {}, None),
+        (Records(), {}, None),
+    ],
+)
+def test_an_epoch_that_no_visit_has_is_told_of(callback, options, text):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(None, [callback], **{"max_rounds": 2} | options)
+    texts = [str(warning.message) for warning in caught if "never comes" in str(warning.message)]
+    assert len(texts) == (text is not None) and all(text in one for one in texts)
