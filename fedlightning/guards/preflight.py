@@ -299,8 +299,8 @@ class PreflightQuestions:
         if clocks and self.server.max_rounds > 1:
             warn(
                 f"Steps of {user_class(module).__name__} go by {' and '.join(clocks)}, and with optimizer_state='reset' "
-                "every visit of a client begins at 0: what is to come later than a visit is long never does. Set "
-                "optimizer_state='keep', with which clocks, optimizers and schedules go on."
+                "clocks begin at 0 in every visit of a client: what is planned for later than the length of one visit is never "
+                "reached. Set optimizer_state='keep', with which clocks, optimizers and schedules go on."
             )
         if names:
             warn(

@@ -66,7 +66,7 @@ def told(module, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = federate(module, toy_data((8, 16)), sanity_check=True, **options)
-    return trainer, [str(warning.message) for warning in caught if "begins at 0" in str(warning.message)]
+    return trainer, [str(warning.message) for warning in caught if "clocks begin at 0" in str(warning.message)]
 
 
 @pytest.mark.parametrize("loop", ["auto", "trainer"])
