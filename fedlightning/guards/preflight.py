@@ -299,7 +299,7 @@ class PreflightQuestions:
         if clocks and self.server.max_rounds > 1:
             warn(
                 f"Steps of {user_class(module).__name__} go by {' and '.join(clocks)}, and with optimizer_state='reset' "
-                "clocks begin at 0 in every visit of a client: what is planned for later than the length of one visit is never "
+                "clocks begin at 0 in every visit of a client: what is planned for later than one visit lasts is never "
                 "reached. Set optimizer_state='keep', with which clocks, optimizers and schedules go on."
             )
         if names:
