@@ -7,7 +7,7 @@ way with another value of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 
 import torch
 from lightning.pytorch import LightningModule
@@ -21,7 +21,9 @@ from fedlightning.wrappers.mixing import Mixin, mix
 
 AHEAD = 1000
 """Epochs and steps by which a clock is put forward."""
-Step = Callable[[LightningModule], None]
+Build = Callable[[], LightningModule]
+"""Makes a module as a visit begins with it."""
+Step = Callable[[LightningModule], object]
 """Takes a step with a module."""
 
 
@@ -70,7 +72,7 @@ def watch_clock(module: LightningModule, ahead: int = 0) -> Clock:
     return clock
 
 
-def taken_up(build: Callable[[], LightningModule], step: Step, before: Values, after: Values) -> list[str]:
+def taken_up(build: Build, step: Step, before: Values, after: Values) -> list[str]:
     """Return the attributes that a step takes up where the last one left them, as it does not do with a sum of its own.
 
     The same step, from the same model, leaves another value of these if it begins with the value that it left before.
@@ -82,18 +84,19 @@ def taken_up(build: Callable[[], LightningModule], step: Step, before: Values, a
         after: Those after it.
     """
     changed = {name: value for name, value in after.items() if not is_same(value, before.get(name))}
-    if not changed:
-        return []
-    module = build()
-    for name, value in changed.items():
-        part, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(part), attribute, value.clone() if isinstance(value, Tensor) else value)
-    again = values_of(module) if _is_taken(step, module) else changed
-    detached(module)
-    return sorted(name for name, value in changed.items() if not is_same(value, again.get(name)))
+
+    def begin(module: LightningModule) -> None:
+        for name, value in changed.items():
+            part, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(part), attribute, value.clone() if isinstance(value, Tensor) else value)
+
+    again = _left(build, step, values_of, begin) if changed else None
+    names = [name for name, value in changed.items() if again is not None and not is_same(value, again.get(name))]
+    repeated = _left(build, step, values_of) if names else None
+    return sorted(name for name in names if repeated is not None and is_same(changed[name], repeated.get(name)))
 
 
-def followed(build: Callable[[], LightningModule], step: Step, trained: LightningModule, clock: Clock) -> list[str]:
+def followed(build: Build, step: Step, trained: LightningModule, clock: Clock) -> list[str]:
     """Return the clocks by which a step goes: with others it moves the model another way.
 
     Args:
@@ -104,20 +107,36 @@ def followed(build: Callable[[], LightningModule], step: Step, trained: Lightnin
     """
     if not clock.reads:
         return []
-    entries, module = _entries(trained), build()
-    reads = watch_clock(module, AHEAD).reads
-    differs = _is_taken(step, module) and any(
-        not is_same(value, entries.get(name)) for name, value in _entries(module).items()
-    )
-    detached(module)
-    return sorted(reads) if differs else []
+    entries = _entries(trained)
+    ahead = _left(build, step, _entries, partial(watch_clock, ahead=AHEAD))
+    if ahead is None or _are_same(ahead, entries):
+        return []
+    repeated = _left(build, step, _entries)
+    return sorted(clock.reads) if repeated is not None and _are_same(repeated, entries) else []
 
 
-def _is_taken(step: Step, module: LightningModule) -> bool:
-    with suppress(Exception, FastLoopRefused):  # the user's code has a step behind it that it does not know of
+def _left(
+    build: Build, step: Step, read: Callable[[LightningModule], Values], begin: Step | None = None
+) -> Values | None:
+    """Return what a step leaves of a new module; `None`: it fails, as it has one behind it that it does not know of.
+
+    A step that leaves something else each time (random numbers of its own, kernels of a GPU) tells nothing: whoever says
+    what a difference comes from takes the step from the same beginning once more.
+    """
+    module = build()
+    try:
+        if begin is not None:
+            begin(module)
         step(module)
-        return True
-    return False
+        return read(module)
+    except (Exception, FastLoopRefused):  # whatever the user's code may raise
+        return None
+    finally:
+        detached(module)
+
+
+def _are_same(values: Values, others: Values) -> bool:
+    return values.keys() == others.keys() and all(is_same(value, others[name]) for name, value in values.items())
 
 
 def _entries(module: LightningModule) -> Values:
