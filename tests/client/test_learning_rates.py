@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler, swa_utils
 
 from fedlightning import FederatedCallback
 from fedlightning.algorithm import Phase
-from fedlightning.client.learning_rates import check_schedulers
+from fedlightning.client.learning_rates import check_schedulers, scale_learning_rates
 from tests.helpers import Toy, federate, toy_data
 from tests.server.test_synchronous import Chosen
 
@@ -194,6 +194,18 @@ def test_a_plateau_of_timm_that_keeps_nothing_of_its_floor_is_refused():
     except TypeError as error:
         pytest.skip(f"this timm is older than this torch: {error}")
     is_refused(plateau_of_timm, "keep")
+
+
+def test_what_else_timm_schedules_is_left_as_it_is():
+    def scheduled(factor):
+        sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, weight_decay=0.4)
+        plan = timm.CosineLRScheduler(sgd, 3, param_group_field="weight_decay")
+        scale_learning_rates([sgd], [plan], factor)
+        plan.step(1)
+        return sgd.param_groups[0]
+
+    whole, half = scheduled(1.0), scheduled(0.5)
+    assert half["weight_decay"] == whole["weight_decay"] < 0.4 and half["lr"] == 0.5 * whole["lr"]
 
 
 def test_a_schedule_that_cannot_be_tried_is_told_of():
