@@ -196,10 +196,17 @@ def test_a_plateau_of_timm_that_keeps_nothing_of_its_floor_is_refused():
     is_refused(plateau_of_timm, "keep")
 
 
+class HalvesDecay(timm.scheduler.Scheduler):
+    """A schedule of something else than a rate."""
+
+    def _get_lr(self, t):
+        return [value * 0.5**t for value in self.base_values]
+
+
 def test_what_else_timm_schedules_is_left_as_it_is():
     def scheduled(factor):
         sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, weight_decay=0.4)
-        plan = timm.CosineLRScheduler(sgd, 3, param_group_field="weight_decay")
+        plan = HalvesDecay(sgd, "weight_decay")
         scale_learning_rates([sgd], [plan], factor)
         plan.step(1)
         return sgd.param_groups[0]
